@@ -21,7 +21,6 @@ from pathlib import Path
 
 from dstrial.fork_server import differing, fork, key_of, server
 from dstrial.fork_server.fork import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, Program, prctl
-from dstrial.process_state import is_stopped
 
 logger = logging.getLogger(__name__)
 
@@ -244,12 +243,9 @@ class ForkServer:
         ``request`` chooses the fork's parent: this process (``fork.CHILD``) or the server (``fork.ORPHAN``).
 
         Raises:
-            ForkRefusedError: the server has ended, is stopped or does not answer.
+            ForkRefusedError: the server has ended or does not answer.
         """
         with self._lock:
-            if is_stopped(self.pid):
-                self._process.kill()  # other processes wait for the end of files that it holds open
-                raise ForkRefusedError("it is stopped (SIGSTOP)")
             try:
                 return _ask_for_spare(self._connection, request)
             except ForkRefusedError:

@@ -12,14 +12,13 @@ import dataclasses
 import fcntl
 import gc
 import importlib
-import importlib.abc
 import importlib.machinery
-import importlib.util
 import io
 import itertools
 import json
 import multiprocessing.process
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -300,7 +299,7 @@ def _reset_modules(program: Program, origin: Origin) -> None:
 def _run(words: Sequence[str]) -> NoReturn:
     global _exit_code
     try:
-        exec(_load_main(words), vars(sys.modules["__main__"]))  # noqa: S102  # the requested program
+        _run_main(words)
     except SystemExit as ended:
         if isinstance(ended.code, int):
             _exit_code = ended.code & 0xFF  # in `_exit_code` a negative number is a signal
@@ -317,24 +316,17 @@ def _run(words: Sequence[str]) -> NoReturn:
     sys.exit()
 
 
-def _load_main(words: Sequence[str]) -> types.CodeType:
-    """Create the module ``__main__`` for a program's arguments; return its code."""
+def _run_main(words: Sequence[str]) -> None:
+    """Run the program in a new module ``__main__``."""
     main = types.ModuleType("__main__")
     vars(main)["__builtins__"] = builtins
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # both names, as multiprocessing sets them
-    if words[0] != "-m":
-        vars(main)["__file__"] = str(Path.cwd() / words[0])
-        return compile(Path(words[0]).read_bytes(), vars(main)["__file__"], "exec", dont_inherit=True)
-    spec = importlib.util.find_spec(words[1])
-    if spec is not None and spec.submodule_search_locations is not None:
-        spec = importlib.util.find_spec(f"{words[1]}.__main__")
-    if spec is None or not isinstance(spec.loader, importlib.abc.InspectLoader):
-        sys.exit(f"{sys.executable}: No module named {words[1]}")
-    sys.argv[0] = str(spec.origin)
-    vars(main).update(__spec__=spec, __file__=spec.origin, __loader__=spec.loader, __package__=spec.parent)
-    code = spec.loader.get_code(spec.name)
-    assert code is not None
-    return code
+    if words[0] == "-m":
+        runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]  # what `python -m` calls
+        return
+    vars(main)["__file__"] = str(Path.cwd() / words[0])
+    code = compile(Path(words[0]).read_bytes(), vars(main)["__file__"], "exec", dont_inherit=True)
+    exec(code, vars(main))  # noqa: S102  # the requested program
 
 
 def end_without_teardown() -> None:

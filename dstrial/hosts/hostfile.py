@@ -49,27 +49,29 @@ def read_hosts(path: Path, *, include: str = "", exclude: str = "") -> tuple[Hos
         ConfigError: all problems of the file and the filters.
     """
     hosts = _read(path)
-    problems: list[ConfigProblem] = []
+    if not hosts:
+        raise _error(
+            str(path), "without a host", "lines `NAME slots=N`, one a host", "Add the hosts to train on."
+        )
     if include and exclude:
-        problems.append(
-            ConfigProblem("--include", "given beside --exclude", "one of the two", "Leave one of them out.")
-        )
-    elif include:
-        hosts = _filtered(hosts, include, "--include", path, problems)
-    elif exclude:
-        hosts = _filtered(hosts, exclude, "--exclude", path, problems)
-    if not problems and not hosts:
-        problems.append(
-            ConfigProblem(
-                "--exclude" if exclude else str(path),
-                repr(exclude) if exclude else "without a host",
-                "at least one host that is left" if exclude else "lines `NAME slots=N`, one a host",
-                "Exclude fewer hosts." if exclude else "Add the hosts to train on.",
-            )
-        )
-    if problems:
-        raise ConfigError(problems)
-    return hosts
+        raise _error("--include", "given beside --exclude", "one of the two", "Leave one of them out.")
+    if not (include or exclude):
+        return hosts
+    flag = "--include" if include else "--exclude"
+    named = _named_slots(hosts, include or exclude, flag, path)
+    kept = []
+    for host in hosts:
+        chosen = named.get(host.name, set())
+        left = chosen if include else {*host.slots} - chosen
+        if left:
+            kept.append(Host(host.name, tuple(sorted(left)), is_filtered=left != {*host.slots}))
+    if not kept:
+        raise _error(flag, repr(exclude), "at least one host that is left", "Exclude fewer hosts.")
+    return tuple(kept)
+
+
+def _error(where: str, got: str, expected: str, fix: str) -> ConfigError:
+    return ConfigError([ConfigProblem(where, got, expected, fix)])
 
 
 def _read(path: Path) -> tuple[Host, ...]:
@@ -77,81 +79,55 @@ def _read(path: Path) -> tuple[Host, ...]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        problem = ConfigProblem(
-            "--hostfile",
+        got, fix = (
             f"{str(path)!r}, which cannot be read ({reason})",
-            "a file of lines `NAME slots=N`",
             f"Correct the path, which is relative to {Path.cwd()}.",
         )
-        raise ConfigError([problem]) from error
+        raise _error("--hostfile", got, "a file of lines `NAME slots=N`", fix) from error
     found: dict[str, Host] = {}
-    lines: dict[str, int] = {}
     problems: list[ConfigProblem] = []
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].strip()
         if not words:
             continue
         match = _LINE.fullmatch(words)
-        name, slots = (match["name"], int(match["slots"])) if match is not None else ("", 0)
-        wrong = None
-        if match is None:
-            wrong = (repr(words), "`NAME slots=N`", "Write the host's name and its slots.")
-        elif not _NAME.fullmatch(name):
-            wrong = (repr(name), "a host's name or address", "Correct the name.")
-        elif name in lines:
-            got = f"{name!r} once more, as in line {lines[name]}"
-            wrong = (got, "each host once", "Give its slots in one line.")
-        elif not 1 <= slots <= _MAX_SLOTS:
-            wrong = (f"slots={slots}", f"1 to {_MAX_SLOTS} slots", "Leave the host out, or give it slots.")
-        if wrong is not None:
-            problems.append(ConfigProblem(f"{path}:{number}", *wrong))
+        if match is None or not _NAME.fullmatch(match["name"]) or not 1 <= int(match["slots"]) <= _MAX_SLOTS:
+            expected = f"`NAME slots=N` with a host's name or address and 1 to {_MAX_SLOTS} slots"
+            problems.append(ConfigProblem(f"{path}:{number}", repr(words), expected, "Correct the line."))
+        elif match["name"] in found:
+            got = f"{match['name']!r} once more"
+            problems.append(
+                ConfigProblem(f"{path}:{number}", got, "each host once", "Give its slots in one line.")
+            )
         else:
-            found[name] = Host(name, tuple(range(slots)))
-        lines.setdefault(name, number)
+            found[match["name"]] = Host(match["name"], tuple(range(int(match["slots"]))))
     if problems:
         raise ConfigError(problems)
     return tuple(found.values())
 
 
-def _filtered(
-    hosts: Sequence[Host], text: str, flag: str, path: Path, problems: list[ConfigProblem]
-) -> tuple[Host, ...]:
+def _named_slots(hosts: Sequence[Host], text: str, flag: str, path: Path) -> dict[str, set[int]]:
+    """Return host name -> slots that a filter names."""
     by_name = {host.name: host for host in hosts}
     named: dict[str, set[int]] = {}
+    problems: list[ConfigProblem] = []
     for part in text.split("@"):
         name, colon, numbers = part.strip().partition(":")
         host = by_name.get(name)
         if host is None:
-            problems.append(
-                ConfigProblem(
-                    flag,
-                    repr(text) if not name else f"{text!r}, and {name!r} is not in {path}",
-                    f"hosts of {', '.join(by_name) or 'a hostfile that names some'}",
-                    "Correct the name.",
-                )
-            )
+            got = f"{text!r}, and {name!r} is not in {path}"
+            problems.append(ConfigProblem(flag, got, f"hosts of {', '.join(by_name)}", "Correct the name."))
             continue
         wanted = (
             {int(one) if one.isdecimal() else -1 for one in numbers.split(",")} if colon else {*host.slots}
         )
         if not wanted <= {*host.slots}:
-            problems.append(
-                ConfigProblem(
-                    flag,
-                    repr(part),
-                    f"slots 0 to {host.slots[-1]} of {name}, joined by commas",
-                    f"Correct the slots, or those of {name} in {path}.",
-                )
-            )
-            continue
+            expected = f"slots 0 to {host.slots[-1]} of {name}, joined by commas"
+            problems.append(ConfigProblem(flag, repr(part), expected, "Correct the slots."))
         named.setdefault(name, set()).update(wanted)
-    kept = []
-    for host in hosts:
-        chosen = named.get(host.name, set())
-        left = chosen if flag == "--include" else {*host.slots} - chosen
-        if left:
-            kept.append(Host(host.name, tuple(sorted(left)), is_filtered=left != {*host.slots}))
-    return tuple(kept)
+    if problems:
+        raise ConfigError(problems)
+    return named
 
 
 def add_host_arguments(parser: argparse.ArgumentParser, *, is_required: bool = False) -> _ArgumentGroup:

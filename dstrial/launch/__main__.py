@@ -220,7 +220,8 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
         if value is not None:
             _warn(f"{name} {value} is ignored on a cluster, which has its own experiment config")
     options.config = None
-    _require_resumable(info)
+    if problems := resumption_problems(info):
+        raise ConfigError(problems)
     placement = cluster_placement(info)
     timeout_s = info.trial._config.get("preemption_timeout") or DEFAULT_PREEMPTION_TIMEOUT_S
     env = {"DET_CHIEF_IP": placement.master_addr}
@@ -254,11 +255,6 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
     if run is not None:
         write_json_atomically(run.outcome_path(info.container_rank), outcome.to_json())
     return outcome
-
-
-def _require_resumable(info: ClusterInfo) -> None:
-    if problems := resumption_problems(info):
-        raise ConfigError(problems)
 
 
 def _load(options: argparse.Namespace, num_slots: int | None = None) -> ExperimentConfig | None:

@@ -30,12 +30,11 @@ from dstrial.launch.failures import (
     write_record,
 )
 from dstrial.launch.output import LineReader, OnLine, Stream
-from dstrial.launch.stale_locks import remove_stale_locks
 from dstrial.launch.stalls.diagnosis import StallSettings
 from dstrial.launch.stalls.watch import POLL_S, StallWatch, WatchedRanks
 from dstrial.launch.start_watch import watched_start
 from dstrial.launch.store_process import StoreProcess
-from dstrial.launch.supervisor import DEFAULT_FAILURE_GRACE_S, RankProcess, Supervisor
+from dstrial.launch.supervisor import RankProcess, Supervisor
 from dstrial.launch.watches import polling
 from dstrial.ranks.heartbeat import HEARTBEAT_VARIABLE, Beat, make_heartbeat_file, read_beat
 from dstrial.ranks.identity import LOOPBACK_ADDR
@@ -88,7 +87,6 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     log_dir: Path | None = None,
     shutdown_timeout_s: float = DEFAULT_PREEMPTION_TIMEOUT_S,
-    failure_grace_s: float = DEFAULT_FAILURE_GRACE_S,
     on_line: OnLine | None = None,
     on_stop: Callable[[str], None] | None = None,
     placement: Placement | None = None,
@@ -112,7 +110,6 @@ def run_ranks(
         log_dir: directory of ``rank_<n>/stdout.log`` and ``stderr.log``, which replace earlier files; if None, ranks
         inherit this process's output (or, with ``on_line``, write to pipes).
         shutdown_timeout_s: time from a stop request until the ranks are killed.
-        failure_grace_s: time from the first failure until the other ranks are killed.
         on_line: called from another thread with rank, ``"stdout"`` or ``"stderr"``, and each line.
         on_stop: called with the signal's name when a stop request is forwarded.
         placement: this launcher's position in a job on several machines; None for one machine.
@@ -129,7 +126,6 @@ def run_ranks(
         RankError: another program has taken the port of a job on several machines.
     """
     _check_command(command, num_ranks)
-    remove_stale_locks()
     env, where = env or {}, placement or Placement(ranks_by_node=(num_ranks,))
     with contextlib.ExitStack() as stack:
         work_dir = stack.enter_context(scratch_directory("dstrial-launch-"))
@@ -137,7 +133,6 @@ def run_ranks(
         supervisor = Supervisor(
             ranks.processes,
             shutdown_timeout_s=shutdown_timeout_s,
-            failure_grace_s=failure_grace_s,
             on_stop=on_stop,
         )
         port = where.master_port

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -23,43 +24,31 @@ class LineReader:
 
     Args:
         descriptors: (rank, stream) -> non-blocking descriptor of a file or pipe; ``close`` closes them.
-        on_line: called with rank, stream and the line without its newline. An exception stops the reading, and
-        ``close`` raises it again.
+        on_line: called with rank, stream and the line without its newline. If it raises OSError, the line is lost.
     """
 
     def __init__(self, descriptors: dict[tuple[int, Stream], int], on_line: OnLine) -> None:
         self._on_line = on_line
         self._done = threading.Event()
-        self._error: Exception | None = None
         self._buffers: dict[tuple[int, Stream], bytes] = dict.fromkeys(descriptors, b"")
         self._files = descriptors
         self._thread = threading.Thread(target=self._run, name="dstrial-line-reader", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Deliver all output written so far, then stop reading.
-
-        Raises:
-            Exception: the exception that ``on_line`` raised.
-        """
+        """Deliver all output written so far, then stop reading."""
         self._done.set()
         self._thread.join()
         for descriptor in self._files.values():
             os.close(descriptor)
-        if self._error is not None:
-            raise self._error
 
     def _run(self) -> None:
-        try:
-            while not self._done.wait(_POLL_S):
-                self._drain()
+        while not self._done.wait(_POLL_S):
             self._drain()
-            for key, rest in self._buffers.items():
-                if rest.rstrip(b"\r"):
-                    self._deliver(key, rest.rstrip(b"\r"))
-        except Exception as error:  # noqa: BLE001  # background thread main: close() raises it in the caller
-            self._error = error
-            self._drain_pipes()
+        self._drain()
+        for key, rest in self._buffers.items():
+            if rest.rstrip(b"\r"):
+                self._deliver(key, rest.rstrip(b"\r"))
 
     def _drain(self) -> None:
         for key in self._files:
@@ -76,13 +65,6 @@ class LineReader:
                     self._deliver(key, self._buffers[key])
                     self._buffers[key] = b""
 
-    def _drain_pipes(self) -> None:
-        """Discard the pipes' content after ``on_line`` has failed, so that no rank blocks."""
-        while not self._done.wait(_POLL_S):
-            for key in self._files:
-                while self._read(key):
-                    pass
-
     def _read(self, key: tuple[int, Stream]) -> bytes:
         try:
             return os.read(self._files[key], _CHUNK_BYTES)
@@ -90,7 +72,8 @@ class LineReader:
             return b""
 
     def _deliver(self, key: tuple[int, Stream], line: bytes) -> None:
-        self._on_line(key[0], key[1], line.decode(errors="replace"))
+        with contextlib.suppress(OSError):  # the terminal may be closed; the ranks go on
+            self._on_line(key[0], key[1], line.decode(errors="replace"))
 
 
 def tail(path: Path, num_lines: int = 20) -> str:

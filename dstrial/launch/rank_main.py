@@ -49,14 +49,13 @@ def trial_command(
     run_dir: Path | None = None,
     resume: str | None = None,
     test_mode: bool = False,
-    python: str = sys.executable,
 ) -> list[str]:
     """Return the command line for one rank of the trial ``module:Class``.
 
     ``config`` is None on a cluster, which provides the config. ``overrides`` are texts ``key=value``. ``resume`` is a
     checkpoint or run.
     """
-    command = [python, "-m", _MODULE, "--trial", trial, "--context-dir", str(context_dir.resolve())]
+    command = [sys.executable, "-m", _MODULE, "--trial", trial, "--context-dir", str(context_dir.resolve())]
     if config is not None:
         command += ["--config", str(config.resolve())]
     for override in overrides:

@@ -69,8 +69,6 @@ def num_slots(asked: int | None, configured: int | None) -> int:
     It is ``asked`` (``--slots``), else ``configured`` (``slots_per_trial``; 0 means one rank on the CPU), else one per
     accelerator, else 1. Each rank checks whether there are enough accelerators.
     """
-    if asked is not None and asked < 1:
-        raise LaunchError(f"--slots is {asked}; expected at least 1. Leave it out to take the config's.")
     wanted = asked if asked is not None else configured
     return max(num_accelerators() if wanted is None else wanted, 1)
 

@@ -30,9 +30,7 @@ from dstrial.launch.failures import (
 from dstrial.launch.memory_shortage import killed_text, oom_kills
 from dstrial.launch.output import tail
 
-DEFAULT_FAILURE_GRACE_S = 10.0
-"""Grace period from the first failure until the other ranks are killed, seconds."""
-
+_FAILURE_GRACE_S = 10.0  # from the first failure until the other ranks are killed
 _PEER_EXIT_GRACE_S = (
     2.0  # after a failure, ranks have this time to notice the lost peer and exit, before SIGTERM
 )
@@ -66,8 +64,8 @@ class RankProcess:
 class Supervisor:
     """Supervises the rank processes of one launch on this machine.
 
-    ``tick`` is called every 50 ms, ``request_stop`` by signal handlers. ``shutdown_timeout_s`` after a stop request or
-    ``failure_grace_s`` after the first failure, ranks that still run are killed.
+    ``tick`` is called every 50 ms, ``request_stop`` by signal handlers. ``shutdown_timeout_s`` after a stop request or 10
+    seconds after the first failure, ranks that still run are killed.
     """
 
     def __init__(
@@ -75,12 +73,10 @@ class Supervisor:
         ranks: Sequence[RankProcess],
         *,
         shutdown_timeout_s: float,
-        failure_grace_s: float,
         on_stop: Callable[[str], None] | None,
     ) -> None:
         self._ranks = ranks
         self._shutdown_timeout_s = shutdown_timeout_s
-        self._failure_grace_s = failure_grace_s
         self._on_stop = on_stop
         self._requested: str | None = None  # name of the first stop signal
         self._stopping_since_s: float | None = None
@@ -130,7 +126,7 @@ class Supervisor:
             since_s + timeout_s
             for since_s, timeout_s in (
                 (self._stopping_since_s, self._shutdown_timeout_s),
-                (self._failing_since_s, self._failure_grace_s),
+                (self._failing_since_s, _FAILURE_GRACE_S),
             )
             if since_s is not None
         ]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from dstrial.file_writes import replace_file
 from dstrial.master.backends import local
 from dstrial.master.backends.backend import Backend
-from dstrial.master.backends.fork_servers import ForkServers, ForkSettings
+from dstrial.master.backends.fork_servers import ForkServers
 from dstrial.master.backends.local import LocalBackend
 from dstrial.master.backends.status import ENGINE_NAME, HOSTS_NAME
 from dstrial.master.clock import now_us
@@ -115,8 +115,7 @@ class Services:
         self.storages = Storages(self.database, umask=local.trial_umask)
         settings = self.settings
         fork_servers = ForkServers(
-            ForkSettings(is_on=settings.warm, idle_timeout_s=settings.warm_idle_timeout),
-            self.state_dir / "fork-server.log",
+            self.state_dir / "fork-server.log", is_on=settings.warm, idle_timeout_s=settings.warm_idle_timeout
         )
         own = LocalBackend(
             self.agent_id,
@@ -124,7 +123,6 @@ class Services:
             fork_servers,
             is_warm=settings.warm,
             forks_with_accelerators=settings.warm_accelerators,
-            on_exit=self._wake_scheduler,
         )
         for name in (HOSTS_NAME, ENGINE_NAME):
             (self.state_dir / name).unlink(missing_ok=True)  # stale file of an earlier master

@@ -15,7 +15,7 @@ from typing import Any
 
 from determined import core
 
-from dstrial.errors import RankError, RankIdentityError
+from dstrial.errors import RankError
 from dstrial.ranks.channel import TIMEOUT_VARIABLE, GroupChannel, PendingGather
 from dstrial.ranks.identity import RankIdentity
 from dstrial.ranks.job_secret import SECRET_VARIABLE, key_from_environ
@@ -52,7 +52,6 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
 
     Raises:
         RankTimeoutError: a rank did not create its channel in time; the message names the missing ranks.
-        RankIdentityError: the ranks' identities contradict each other.
 
     Ranks: all, collectively, after ``init_process_group``.
     """
@@ -80,7 +79,6 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
         self._group_channel = channel
         identities = channel.allgather_identities(self.identity)
         try:
-            _check_consistent(identities)
             self._agree_on_key(channel)
         except RankError:
             self.close()
@@ -166,23 +164,3 @@ def _broadcast(channel: GroupChannel | None, value: Any, name: str) -> Any:
 
 def _local_order(identity: RankIdentity) -> tuple[int, int]:
     return identity.node_rank, identity.local_rank
-
-
-def _check_consistent(identities: list[RankIdentity]) -> None:
-    """Raise RankIdentityError if ranks disagree on machines or local ranks."""
-    facts = [(i.world_size, i.num_nodes) for i in identities]
-    places = sorted(map(_local_order, identities))
-    sizes = {i.node_rank: i.local_world_size for i in identities}
-    expected = [(node, local) for node in sorted(sizes) for local in range(sizes[node])]
-    if len(set(facts)) == 1 and places == expected and len(sizes) == identities[0].num_nodes:
-        return
-    seen = "; ".join(
-        f"rank {i.rank} of {i.world_size}: local rank {i.local_rank} of {i.local_world_size} "
-        f"on machine {i.node_rank} of {i.num_nodes}"
-        for i in identities
-    )
-    raise RankIdentityError(
-        f"the ranks' places are {seen}; expected every place once, and the same machines for all ranks. "
-        "Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE for each rank, "
-        "or place equally many ranks, in order, on every machine."
-    )

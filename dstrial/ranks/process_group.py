@@ -117,7 +117,7 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
 
     Raises:
         RankTimeoutError: a rank did not reach the rendezvous in time.
-        RankError: the rendezvous port is taken, rank 0 cannot be reached, or the limit of open files is too low.
+        RankError: the rendezvous port is taken, or rank 0 cannot be reached.
 
     Ranks: all, collectively.
     """

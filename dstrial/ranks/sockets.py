@@ -22,31 +22,16 @@ _LOOPBACK_NAMES = ("lo", "lo0")
 # gloo listens on the address of the host name, NCCL on the first interface that is not loopback.
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
-# A gloo group connects every pair of ranks and opens 9 more files. Each rank has one group for control messages and one for
-# background checkpoints, besides the groups that DeepSpeed creates on the CPU.
-_GROUPS = 2
-_FILES_PER_GROUP = 9
-_OTHER_FILES = 128
 _RAISED_FILES = 65_536  # lower than the hard limit (2**30 in containers), as some children close every descriptor in a loop
 
 
 def raise_file_limit(num_ranks: int) -> None:
     """Raise the soft limit of open files for a job of several ranks.
 
-    Raises:
-        RankError: the hard limit is too low for this number of ranks.
+    A gloo group connects every pair of ranks; each rank has several groups.
     """
-    needed = _GROUPS * (num_ranks + _FILES_PER_GROUP) + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise RankError(
-            f"a rank may open {hard} files on this machine (ulimit -Hn); expected at least {needed} for {num_ranks} ranks, each "
-            "of which is connected with all others. Raise the hard limit (nofile in limits.conf, LimitNOFILE= of the service "
-            "that starts the job), or train on fewer slots."
-        )
-    raised = max(needed, _RAISED_FILES)
-    if hard != resource.RLIM_INFINITY:
-        raised = min(raised, hard)
+    raised = _RAISED_FILES if hard == resource.RLIM_INFINITY else min(_RAISED_FILES, hard)
     if num_ranks > 1 and soft < raised:
         resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
 
@@ -68,22 +53,19 @@ def listening_socket(addr: str, port: int) -> socket.socket:
     """Return a socket that listens only on IP address ``addr`` of this machine.
 
     The socket listens on all interfaces if ``addr`` is a host name, because the name may resolve to loopback here (Debian's
-    ``127.0.1.1``), or if this machine does not have the address, as behind a container's NAT.
+    ``127.0.1.1``).
     """
-    if addr == "localhost":
-        addr = LOOPBACK_ADDR
-    version = _version(addr)
-    if version is not None:
-        try:
-            return _listening(socket.AF_INET if version == 4 else socket.AF_INET6, addr, port)
-        except OSError as error:
-            if not _is_foreign_address(addr):
-                raise error from None
-    return (
-        socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
-        if socket.has_dualstack_ipv6()
-        else _listening(socket.AF_INET, "", port)
-    )
+    try:
+        version = ipaddress.ip_address(LOOPBACK_ADDR if addr == "localhost" else addr).version
+    except ValueError:
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG
+            )
+        addr, version = "", 4
+    family = socket.AF_INET if version == 4 else socket.AF_INET6
+    # create_server sets SO_REUSEADDR: a port in TIME_WAIT can be bound again.
+    return socket.create_server((addr, port), family=family, backlog=_BACKLOG)
 
 
 def rendezvous_socket(addr: str, port: int) -> socket.socket:
@@ -109,25 +91,3 @@ def loopback_only(environ: Mapping[str, str]) -> dict[str, str]:
     if interface is None:
         return {}
     return {name: interface for name in _INTERFACE_VARIABLES if name not in environ}
-
-
-def _listening(family: socket.AddressFamily, addr: str, port: int) -> socket.socket:
-    # create_server sets SO_REUSEADDR: a port in TIME_WAIT can be bound again.
-    return socket.create_server((addr, port), family=family, backlog=_BACKLOG)
-
-
-def _is_foreign_address(addr: str) -> bool:
-    family = socket.AF_INET if _version(addr) == 4 else socket.AF_INET6
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((addr, 0))
-        except OSError:
-            return True
-    return False
-
-
-def _version(addr: str) -> int | None:
-    try:
-        return ipaddress.ip_address(addr).version
-    except ValueError:
-        return None

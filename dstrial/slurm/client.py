@@ -147,9 +147,9 @@ def test(script: Path) -> None:
     Raises:
         LaunchError: Slurm rejects the script.
     """
-    code, output, errors = run_slurm(["sbatch", "--test-only", str(script)], timeout_s=2 * _TIMEOUT_S)
-    if is_refusal(code, f"{output}{errors}"):
-        raise LaunchError(refused(errors or output, str(script)))
+    code, text = _test(script, 2 * _TIMEOUT_S)
+    if is_refusal(code, text):
+        raise LaunchError(refused(text, str(script)))
 
 
 def rejection_of(script: Path) -> tuple[str, str] | None:
@@ -158,14 +158,17 @@ def rejection_of(script: Path) -> tuple[str, str] | None:
     Raises:
         ConnectionError: Slurm does not answer.
     """
-    code, output, errors = run_slurm(["sbatch", "--test-only", str(script)], timeout_s=_CHECK_S)
-    text = errors or output
-    said = text.lower()
-    if code < 0 or code == 127 or (code and is_away(said)):
+    code, text = _test(script, _CHECK_S)
+    if code < 0 or code == 127 or (code and is_away(text)):
         raise ConnectionError(away_reason(text, "sbatch", code))
-    if not is_refusal(code, said):
+    if not is_refusal(code, text):
         return None
-    return f"sbatch says: {one_line(text)}", fix_for(said) or "Correct it, or ask who runs the cluster."
+    return f"sbatch says: {one_line(text)}", fix_for(text) or "Correct it, or ask who runs the cluster."
+
+
+def _test(script: Path, timeout_s: float) -> tuple[int, str]:
+    code, output, errors = run_slurm(["sbatch", "--test-only", str(script)], timeout_s=timeout_s)
+    return code, errors or output
 
 
 def is_refusal(code: int, said: str) -> bool:

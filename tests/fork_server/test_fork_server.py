@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gc
 import os
 import shutil
@@ -116,17 +115,6 @@ def test_fork_flushes_files_and_runs_exit_handlers(server: ForkServer, tmp_path:
     assert read == {"kept": "text", "raw": "bytes", "at_exit": "ran", "thread": "ended"}
 
 
-def test_fork_cwd_is_relative_to_caller(
-    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = _script(tmp_path, "import os; print(os.getcwd())")
-    (tmp_path / "below").mkdir()
-    monkeypatch.chdir(tmp_path)
-    for given in ("below", ".", None, tmp_path / "below"):
-        forked, executed = (_run(one, [script], cwd=given).stdout for one in (server, None))
-        assert forked == executed == f"{tmp_path / (given or '')}\n"
-
-
 WRITER = """
 import os, sys
 print(sorted(int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2 and os.path.exists(f"/proc/self/fd/{name}")))
@@ -148,31 +136,6 @@ def test_fork_keeps_passed_file_descriptors(server: ForkServer, tmp_path: Path) 
             assert file.read() == str(write)
 
 
-def test_conflicting_or_too_many_descriptors_prevent_fork(tmp_path: Path) -> None:
-    read, write = os.pipe()
-    # A descriptor number that is unused in this process and in a new one.
-    number = fcntl.fcntl(write, fcntl.F_DUPFD_CLOEXEC, 200)
-    kept = f"import os\nos.dup2(os.open('/dev/null', os.O_RDONLY), {number})\n"
-    too_many = [os.dup(write) for _ in range(MAX_FILES - 2)]
-    with _serving("keeper", place=tmp_path, keeper=kept) as server:
-        for files in ([number], too_many):
-            words = [_script(tmp_path, WRITER), *map(str, files)]
-            assert _refusal(server, words, pass_fds=files)[1]
-            assert os.read(read, 100) == "".join(map(str, files)).encode()
-    for file in (read, write, number, *too_many):
-        os.close(file)
-
-
-def test_fork_with_repeated_pythonpath_keeps_standard_library(tmp_path: Path) -> None:
-    variables = {**_VARIABLES, "PYTHONPATH": os.pathsep.join([str(tmp_path)] * 3)}
-    server = ForkServer(variables, [], log=tmp_path / "log")
-    try:
-        wait_for(server.is_ready, deadline_s=_DEADLINE_S)
-        assert _run(server, [_script(tmp_path, "import cProfile, xml.dom\n")], env=variables).returncode == 0
-    finally:
-        server.close()
-
-
 def test_different_environment_starts_new_process_with_reason(server: ForkServer, tmp_path: Path) -> None:
     script = _script(tmp_path, "import os; print(os.environ['NEW_ONE'], os.getsid(0) == os.getpid())")
     variables = {**_VARIABLES, "NEW_ONE": "there"}
@@ -188,27 +151,14 @@ def test_dead_or_stopped_server_falls_back_with_reason(
 ) -> None:
     os.kill(server.pid, harm)
     wait_for(lambda: read_state(server.pid).letter in "TZ", deadline_s=_DEADLINE_S)
+    server._connection.settimeout(1.0)
     output, reason = _refusal(server, [_script(tmp_path, "print('done')")])
     assert output == "done\n"
     assert reason in (
         "it has ended",
-        "it is stopped (SIGSTOP)",
+        "it does not answer (timed out)",
         "it does not answer ([Errno 32] Broken pipe)",
     )
-
-
-def test_hanging_server_is_reported_and_killed(tmp_path: Path) -> None:
-    text = "import os, time\nos.register_at_fork(before=lambda: time.sleep(1000))\n"
-    with _serving("hanging", place=tmp_path, hanging=text) as server:
-        server._connection.settimeout(1.0)
-        assert _refusal(server, [_script(tmp_path, "print('done')")]) == (
-            "done\n",
-            "it does not answer (timed out)",
-        )
-        wait_for(
-            lambda: not Path(f"/proc/{server.pid}").exists() or server._process.poll() is not None,
-            deadline_s=_DEADLINE_S,
-        )
 
 
 def test_fork_without_recorded_pid_never_starts(server: ForkServer, tmp_path: Path) -> None:
@@ -315,9 +265,7 @@ def test_server_ends_with_its_parent(tmp_path: Path) -> None:
     wait_for(lambda: not Path(f"/proc/{pid}").exists(), deadline_s=_DEADLINE_S)
 
 
-@pytest.mark.exhaustive("[100]")
-@pytest.mark.parametrize("num_forks", [100, 500])
-def test_hundreds_of_forks_leak_no_resources(server: ForkServer, tmp_path: Path, num_forks: int) -> None:
+def test_hundred_forks_leak_no_resources(server: ForkServer, tmp_path: Path) -> None:
     def state() -> tuple[int, int, int]:
         status = Path(f"/proc/{server.pid}/status").read_text()
         resident = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
@@ -332,7 +280,7 @@ def test_hundreds_of_forks_leak_no_resources(server: ForkServer, tmp_path: Path,
     own_files = len(list(Path("/proc/self/fd").iterdir()))
     said = [_run(server, [script]).stdout for _ in range(5)]
     first = state()
-    said += [_run(server, [script]).stdout for _ in range(num_forks - 5)]
+    said += [_run(server, [script]).stdout for _ in range(95)]
     last = state()
 
     assert set(said) == {said[0]}

@@ -6,35 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import yaml
-from master_on_hosts import CONFIG, MasterOnHosts
-
-_BATCH_OF_20 = {
-    **CONFIG["hyperparameters"],
-    "deepspeed_config": {"train_batch_size": 20, "optimizer": {"type": "AdamW"}},
-}
-_REFUSED: tuple[tuple[Mapping[str, Any], str], ...] = (
-    (
-        {"resources": {"slots_per_trial": 2}, "data": {"dstrial": {"min_slots": 3}}},
-        "data.dstrial.min_slots is 3; expected at most 2, the slots_per_trial. Lower it.",
-    ),
-    (
-        {"resources": {"slots_per_trial": 2}, "data": {"dstrial": {"max_slots": 1}}},
-        "data.dstrial.max_slots is 1; expected at least 2, the slots_per_trial.",
-    ),
-    (
-        {
-            "resources": {"slots_per_trial": 2},
-            "data": {"dstrial": {"max_slots": 3}},
-            "hyperparameters": _BATCH_OF_20,
-        },
-        "data.dstrial.max_slots is 2 to 3 slots, none of which but 2 can share a batch of 20 records",
-    ),
-)
-
-
-def refused_at_submission(master: MasterOnHosts) -> list[str]:
-    """Submit all invalid experiments; return the output of ``det`` for each."""
-    return [refused(master, changes, text) for changes, text in _REFUSED]
+from master_on_hosts import MasterOnHosts
 
 
 def refused_command(master: MasterOnHosts, config: Mapping[str, Any], *texts: str) -> str:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,9 +48,9 @@ class RayCluster:
         env: environment of commands on the machines.
     """
 
-    def __init__(self, machines: Machines, cpus: int = 2, gpus: int = 0) -> None:
+    def __init__(self, machines: Machines, cpus: int) -> None:
         self.machines = machines
-        self._cpus, self._gpus = cpus, gpus
+        self._cpus = cpus
         self.address = f"{machines[1].address}:{_PORT}"
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         self.env = {**inherited, **_ENVIRON}
@@ -66,7 +66,7 @@ class RayCluster:
         )
         return [
             *_RAY, *(where or [f"--address={self.address}"]), f"--node-ip-address={machine.address}", f"--num-cpus={self._cpus}",
-            f"--num-gpus={self._gpus}", "--object-store-memory=100000000",
+            "--num-gpus=0", "--object-store-memory=100000000",
         ]  # fmt: skip
 
     def _start(self, machine: Machine) -> None:
@@ -107,20 +107,6 @@ class RayCluster:
         one = self.begin_node(machine)
         output, _ = one.communicate(timeout=_READY_S)
         assert one.returncode == 0, output
-
-    def popen(
-        self, words: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None
-    ) -> subprocess.Popen[str]:
-        """Start a command on the head, with pipes; ``stdout`` includes stderr."""
-        return self.machines[1].popen(
-            words,
-            cwd=cwd,
-            env={**self.env, **(env or {})},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
 
     def run(self, *words: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Run a command on the head; ``stdout`` includes stderr."""
@@ -176,17 +162,14 @@ def wait_until(condition: object, problem: object = "", timeout: float = 60.0) -
 
 
 @contextlib.contextmanager
-def ray_cluster(num: int, cpus: int = 2, gpus: int = 0) -> Iterator[RayCluster]:
-    """Yield a cluster of ``num`` nodes; skip the test if requirements are missing.
-
-    ``gpus`` is the number of logical GPUs per node: Ray assigns them to actors, but no device exists.
-    """
+def ray_cluster(num: int, cpus: int) -> Iterator[RayCluster]:
+    """Yield a cluster of ``num`` nodes; skip the test if requirements are missing."""
     lacking = missing()
     if lacking:
         pytest.skip(f"Requires: {lacking}")
     with tempfile.TemporaryDirectory(prefix="dr-", dir="/tmp") as root:
         machines = Machines(num, Path(root, "machines"))
         try:
-            yield RayCluster(machines, cpus, gpus)
+            yield RayCluster(machines, cpus)
         finally:
             machines.close()

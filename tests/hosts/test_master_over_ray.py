@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from bad_requests import refused as refused_by_master
-from bad_requests import refused_at_submission
 from master_on_hosts import CONFIG, MasterOnHosts, wait_until
 from ray_cluster import RayCluster, ray_cluster, wait_until_nothing_is_left
 
@@ -61,7 +61,7 @@ def test_ray_oversized_job_rejected_pending_job_explained(master: MasterOnHosts)
     master.wait_for_log(trial["id"], "batch 5 loss", within_s=120)
     second = master.create({})
     (waiting,) = master.wait_for_trials(second, 1)
-    master.wait_for_log(waiting["id"], "pending (asks for 1 CPU on one node; free now: 10.77.0.11 0 of 1")
+    master.wait_for_log(waiting["id"], "pending (asks for 1 CPU; 0 free)")
     assert "pending (asks for 1 CPU" in master.det("job", "list")
     assert "pending (asks for 1 CPU" in master.command("dstrial", "status").stdout
     master.det("experiment", "kill", str(first))
@@ -70,10 +70,9 @@ def test_ray_oversized_job_rejected_pending_job_explained(master: MasterOnHosts)
     assert "on agent 10.77.0.1" in master.log(waiting["id"])
 
 
-def test_ray_invalid_experiments_rejected_missing_python_reported(master: MasterOnHosts) -> None:
+def test_ray_node_without_python_is_reported(master: MasterOnHosts) -> None:
     (master.place / "master.yaml").write_text("hosts_python: /opt/nowhere/bin/python\n")
     assert master.up("--config-file", "master.yaml").returncode == 0
-    print("\n".join(refused_at_submission(master)))
     experiment = master.create({})
     master.wait_for_state(experiment, ("ERROR",), within_s=200)
     (trial,) = master.trials(experiment)
@@ -100,7 +99,7 @@ def test_ray_pending_trials_start_in_submission_order(master: MasterOnHosts) -> 
     master.wait_for_log(trial["id"], "batch 5 loss", within_s=120)
     others = [master.create({"resources": {"slots_per_trial": slots}}) for slots in (3, 3, 1)]
     waiting = [master.wait_for_trials(one, 1)[0]["id"] for one in others]
-    master.wait_for_log(waiting[0], "pending (asks for 1 CPU on each of 3 nodes; free now: ")
+    master.wait_for_log(waiting[0], "pending (asks for 1 + 1 + 1 CPU; ")
     for one in waiting[1:]:
         master.wait_for_log(one, "waits until fewer jobs are pending in Ray")
     master.det("experiment", "kill", str(first))
@@ -112,10 +111,12 @@ def test_ray_pending_trials_start_in_submission_order(master: MasterOnHosts) -> 
     assert times == sorted(times)
 
 
-def test_ray_trial_resumes_after_placement_group_removal(cluster: RayCluster, master: MasterOnHosts) -> None:
+def test_ray_trial_survives_removed_group_and_killed_bridge(
+    cluster: RayCluster, master: MasterOnHosts
+) -> None:
     """Ray kills only the actor; the agent must end the trial's processes on the node."""
     assert master.up().returncode == 0
-    experiment, trial = master.train(60, 0.1, resources={"slots_per_trial": 2})
+    experiment, trial = master.train(150, 0.1, resources={"slots_per_trial": 2})
     supervisors = {
         (machine, pid)
         for machine in cluster.machines.all
@@ -132,8 +133,11 @@ def test_ray_trial_resumes_after_placement_group_removal(cluster: RayCluster, ma
         20,
         lambda: str(cluster.machines.processes()),
     )
+    master.wait_for_log(trial, "resumed from checkpoint", within_s=120)
+    bridge = cluster.machines[1].find("-m dstrial.ray.bridge")
+    assert bridge is not None
+    cluster.machines[1].signal(bridge, signal.SIGKILL)
     master.wait_for_state(experiment, ("COMPLETED",), within_s=240)
-    assert "resumed from checkpoint" in master.log(trial)
 
 
 def test_ray_node_drain_checkpoints_and_resumes_trial(cluster: RayCluster, master: MasterOnHosts) -> None:

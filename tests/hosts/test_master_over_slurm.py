@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bad_requests import refused, refused_at_submission, refused_command
+from bad_requests import refused, refused_command
 from master_on_hosts import CONFIG, MasterOnHosts, wait_until
 from slurm_cluster import SlurmCluster, slurm_cluster
 
@@ -231,12 +231,9 @@ def test_slurm_invalid_options_rejected_without_queued_job(
     cluster: SlurmCluster, master: MasterOnHosts
 ) -> None:
     assert master.up().returncode == 0
-    print("\n".join(refused_at_submission(master)))
     before = cluster.run("squeue", "-h", "--states=all", "-o", "%i").stdout
     for option, text in (
         ("--partition=nope", "a job of 1 slot; sbatch says: invalid partition specified: nope; "),
-        ("--gres=gpu:1", "Ask for accelerators that the partition has"),
-        ("--frobnicate", "Correct slurm.sbatch_args"),
         ("--array=1-3", "expected none of --array=1-3, by which the master finds its jobs. Leave them out."),
         ("partition=low", "slurm.sbatch_args[0] is 'partition=low'; expected an option of sbatch"),
     ):
@@ -244,21 +241,9 @@ def test_slurm_invalid_options_rejected_without_queued_job(
         print(said)
         line = (master.place / "exp.yaml").read_text().splitlines().index("slurm:") + 1
         assert re.search(rf"experiment config:({line}|{line + 1}): slurm\.sbatch_args", said)
-    for resources, sbatch_args, text in (
-        (
-            {"slots": 1},
-            ["--partition=nope"],
-            "a job of 1 slot; sbatch says: invalid partition specified: nope; ",
-        ),
-        ({"slots": 2}, ["--mem=90G"], "a job of 2 slots; sbatch says: "),
-        (
-            {"slots": 1},
-            ["--array=1-3"],
-            "expected none of --array=1-3, by which the master finds its jobs. Leave",
-        ),
-    ):
-        config = {"resources": resources, "slurm": {"sbatch_args": sbatch_args}}
-        print(refused_command(master, config, "Command config: slurm.sbatch_args is ", text))
+    config = {"resources": {"slots": 2}, "slurm": {"sbatch_args": ["--mem=90G"]}}
+    said = "a job of 2 slots; sbatch says: "
+    print(refused_command(master, config, "Command config: slurm.sbatch_args is ", said))
     # The check removes its temporary files.
     assert list((master.place / "state" / "slurm").glob("check-*")) == []
 

@@ -1,4 +1,4 @@
-"""The documented batch script on a Slurm cluster: preemption and cancellation."""
+"""The documented batch script on a Slurm cluster: preemption."""
 
 from __future__ import annotations
 
@@ -66,23 +66,3 @@ def test_batch_script_preempted_job_requeues_and_resumes(cluster: SlurmCluster, 
     )
     assert "SIGTERM received: the ranks were asked to stop" in text
     assert done["Restarts"] == "1"
-
-
-def test_batch_script_cancelled_job_resumes_when_resubmitted(cluster: SlurmCluster, place: Path) -> None:
-    cluster.wait_for_idle(2, timeout=60)
-    job = _submit(cluster, place)
-    _wait_for(lambda: 15 in batches(_log(place)), place)
-    cluster.run("scancel", str(job))
-    cancelled = cluster.wait_for_state(job, "CANCELLED", "COMPLETED", "FAILED", "PENDING")
-
-    assert cancelled["JobState"] == "CANCELLED"
-    cluster.wait_for_idle(2, timeout=60)
-    last = batches(_log(place))[-1]
-    kept = list((place / "runs" / "mine" / "checkpoints").glob("*/COMPLETE"))
-    assert len(kept) >= 2, "the one at batch 10, and the one of the stop"
-
-    # When the user submits the script again, the run resumes.
-    again = _submit(cluster, place)
-    done = cluster.wait_for_state(again, "COMPLETED", "FAILED", timeout=100)
-    assert done["JobState"] == "COMPLETED", _log(place)
-    assert batches(_log(place)) == list(range(5, 61, 5)), last

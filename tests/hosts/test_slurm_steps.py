@@ -13,8 +13,6 @@ import yaml
 from hosts_runs import ENVIRON, copy_into, losses
 from slurm_cluster import SlurmCluster, slurm_cluster
 
-from dstrial.slurm.allocation import expand_nodes
-
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 _ENVIRON = {**ENVIRON, "DSTRIAL_TIMEOUT_S": "60", "MICRO": "3"}
 CONFIG = {**hosts_runs.CONFIG, "hyperparameters": {"zero_stage": 1, "pause_s": 0.0, "micro_batch_size": 3}}
@@ -59,11 +57,6 @@ def _srun(
 ) -> str:
     python = [] if "dstrial.launch" in words else [sys.executable]
     return _said(cluster, place, *words, *python, "small_script.py", *script)
-
-
-@pytest.mark.parametrize("text", ["host[1-3]", "gpu[01-03,7],login", "n[098-101]", "a.b-c_d,e[5]"])
-def test_expand_nodes_matches_scontrol(cluster: SlurmCluster, text: str) -> None:
-    assert cluster.run("scontrol", "show", "hostnames", text).stdout.split() == expand_nodes(text)
 
 
 _LAUNCH = "python -m dstrial.launch"

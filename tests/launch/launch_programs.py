@@ -29,12 +29,8 @@ def exchange() -> None:
     meet()
     total = torch.tensor([RANK + 1])
     torch.distributed.all_reduce(total)
-    print(f"rank {RANK} total {int(total)}")
+    print(f"rank {RANK} total {int(total)} threads {os.environ.get('OMP_NUM_THREADS')}")
     torch.distributed.destroy_process_group()
-
-
-def show_threads() -> None:
-    print(f"rank {RANK} threads {os.environ.get('OMP_NUM_THREADS')}")
 
 
 def raise_on_rank_1() -> None:
@@ -69,19 +65,6 @@ def raise_on_rank_0_while_rank_1_hangs() -> None:
         raise RuntimeError("nobody listens")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(600)
-
-
-def raise_on_rank_0_while_rank_1_works_in_another_thread() -> None:
-    """End only the main thread of rank 1, which /proc then lists as a zombie."""
-    import ctypes
-    import platform
-    import threading
-
-    if RANK == 0:
-        raise RuntimeError("nobody listens")
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=time.sleep, args=(600,)).start()
-    ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)  # exit(2)
 
 
 def stop_when_asked() -> None:

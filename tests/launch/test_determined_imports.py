@@ -109,13 +109,6 @@ def test_import_redirection_is_logged_with_its_switch(
     assert last_line(process_outputs) == "dstrial.trainer"
 
 
-def test_import_redirection_is_logged_on_rank_0_only() -> None:
-    done = run(SHOW, started_by_dstrial(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1"))
-
-    assert done.returncode == 0, done.stderr
-    assert "determined_imports" not in done.stderr
-
-
 @pytest.mark.parametrize("is_switched_off", [False, True])
 def test_determined_stays_unchanged_outside_dstrial_or_disabled(is_switched_off: bool) -> None:
     environ = {name: value for name, value in os.environ.items() if name != determined_imports.VARIABLE}

@@ -26,23 +26,22 @@ def _ending(rank: int, time_s: float, *, is_consequence: bool = False) -> RankEn
     return RankEnding(RankFailure(rank, rank, 100 + rank, 1, None, "here", "text"), time_s, is_consequence)
 
 
-def test_first_ending_is_earliest_failure() -> None:
-    ending = first_ending([_ending(0, 2.0), _ending(1, 1.0), _ending(2, 3.0)])
-    assert ending is not None
-    assert ending.failure.rank == 1
-
-
-def test_first_ending_ignores_earlier_lost_peer() -> None:
-    ending = first_ending([_ending(0, 1.0, is_consequence=True), _ending(1, 2.0)])
-    assert ending is not None
-    assert ending.failure.rank == 1
-
-
-def test_first_ending_of_lost_peers_only_is_earliest() -> None:
-    ending = first_ending([_ending(0, 2.0, is_consequence=True), _ending(1, 1.0, is_consequence=True)])
-    assert ending is not None
-    assert ending.failure.rank == 1
-    assert first_ending([]) is None
+@pytest.mark.parametrize(
+    ("endings", "rank"),
+    [
+        pytest.param([_ending(0, 2.0), _ending(1, 1.0), _ending(2, 3.0)], 1, id="earliest"),
+        pytest.param([_ending(0, 1.0, is_consequence=True), _ending(1, 2.0)], 1, id="not a lost peer"),
+        pytest.param(
+            [_ending(0, 2.0, is_consequence=True), _ending(1, 1.0, is_consequence=True)],
+            1,
+            id="lost peers only",
+        ),
+        pytest.param([], None, id="none"),
+    ],
+)
+def test_first_ending_is_earliest_root_cause(endings: list[RankEnding], rank: int | None) -> None:
+    ending = first_ending(endings)
+    assert (None if ending is None else ending.failure.rank) == rank
 
 
 def test_record_exception_keeps_first_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

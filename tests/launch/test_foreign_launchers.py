@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import warm_start
 
-from dstrial.testing.ranks import free_port
-
 pytestmark = pytest.mark.process
 
 SCRIPT = """
@@ -54,20 +52,6 @@ def _run(command: list[str], directory: Path, **variables: str) -> list[dict[str
     ]
     assert [(t["node_rank"], t["num_nodes"], t["total"]) for t in told] == [(0, 1, 3)] * 2
     return told
-
-
-@pytest.mark.exhaustive("tests/trainer/test_launchers.py::test_deepspeed_launcher_trains_as_dstrial_launch")
-def test_rank_identity_under_torchrun(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    assert {t["launcher"] for t in _run(command, tmp_path)} == {"torchrun"}
-
-
-@pytest.mark.exhaustive("tests/trainer/test_launchers.py::test_deepspeed_launcher_trains_as_dstrial_launch")
-def test_rank_identity_under_deepspeed_launcher(tmp_path: Path) -> None:
-    # DeepSpeed's CPU accelerator has LOCAL_SIZE devices; without the variable, one per NUMA node.
-    deepspeed = str(Path(sys.executable).with_name("deepspeed"))
-    command = [sys.executable, deepspeed, "--master_port", str(free_port()), "--no_local_rank"]
-    assert {t["launcher"] for t in _run(command, tmp_path, LOCAL_SIZE="2")} == {"deepspeed"}
 
 
 def test_rank_identity_under_dstrial_launcher(tmp_path: Path) -> None:

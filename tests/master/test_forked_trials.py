@@ -412,7 +412,7 @@ def test_stopped_server_is_killed_and_trial_starts_unforked(master: MasterForTes
 
     text = wait_for_log(master, start_trial(master))
 
-    assert "the trial starts as a new process, not as a fork: it is stopped (SIGSTOP)" in text
+    assert "the trial starts as a new process, not as a fork: it does not answer (timed out)" in text
     assert not is_alive(server)
 
 

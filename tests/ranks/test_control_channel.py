@@ -196,27 +196,6 @@ def set_machines() -> int:
     return rank
 
 
-def exchange_over_two_machines() -> dict[str, Any]:
-    rank = set_machines()
-    channel = _channel()
-    seen = {
-        "local": channel.allgather_local(rank),
-        "gathered": channel.gather_local(rank),
-        "broadcast": channel.broadcast_local(rank),
-        "all": channel.allgather(rank),
-    }
-    channel.close()
-    return seen
-
-
-def test_local_operations_stay_within_machine() -> None:
-    results = [result.value for result in run_function(exchange_over_two_machines, 3)]
-    assert [seen["local"] for seen in results] == [[0, 1], [0, 1], [2]]
-    assert [seen["gathered"] for seen in results] == [[0, 1], None, [2]]
-    assert [seen["broadcast"] for seen in results] == [0, 0, 2]
-    assert [seen["all"] for seen in results] == [[0, 1, 2]] * 3
-
-
 def count_collective_splits() -> list[str]:
     """Return the communicator splits that the creation of a channel requests.
 
@@ -263,7 +242,10 @@ def groups_of_unequal_number() -> list[Any]:
     first = _channel(timeout_s=20.0)
     own = dist.new_group([0, 2], backend="gloo")
     second = _channel(timeout_s=20.0)
-    seen = [channel.allgather_local(rank) for channel in (second, first)]
+    seen = [
+        (channel.allgather_local(rank), channel.gather_local(rank), channel.broadcast_local(rank))
+        for channel in (second, first)
+    ]
     second.close()
     first.close()
     dist.destroy_process_group(own)
@@ -272,18 +254,8 @@ def groups_of_unequal_number() -> list[Any]:
 
 def test_channel_creation_tolerates_unequal_group_counts() -> None:
     results = run_function(groups_of_unequal_number, 4)
-    assert [result.value for result in results] == [[[0, 1]] * 2] * 2 + [[[2, 3]] * 2] * 2
-
-
-def claim_the_same_place() -> str:
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK="0", GROUP_WORLD_SIZE="2")
-    return error_of(_channel)
-
-
-def test_duplicate_rank_placement_is_reported() -> None:
-    for result in run_function(claim_the_same_place, 2):
-        assert result.value.startswith("RankIdentityError: ")
-        assert "rank 1 of 2: local rank 0 of 1 on machine 0 of 2" in result.value
+    local = [([0, 1], [0, 1], 0), ([0, 1], None, 0), ([2, 3], [2, 3], 2), ([2, 3], None, 2)]
+    assert [result.value for result in results] == [[seen] * 2 for seen in local]
 
 
 def miss_a_rank(missing: int, directory: str) -> str:
@@ -301,9 +273,8 @@ def miss_a_rank(missing: int, directory: str) -> str:
     return message
 
 
-@pytest.mark.exhaustive("[0]")
-@pytest.mark.parametrize("missing", [0, 1])
-def test_allgather_timeout_names_missing_rank(missing: int, tmp_path: Path) -> None:
+def test_allgather_timeout_names_missing_rank(tmp_path: Path) -> None:
+    missing = 0
     results = run_function(miss_a_rank, 3, missing, str(tmp_path))
     for result in results:
         if result.rank != missing:

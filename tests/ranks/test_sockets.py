@@ -21,9 +21,7 @@ EVERYWHERE = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
     [
         ("127.0.0.1", "127.0.0.1"),
         ("localhost", "127.0.0.1"),
-        # Other machines may resolve a host name differently; an address may belong to the host of a container.
-        (socket.gethostname(), EVERYWHERE),
-        ("203.0.113.77", EVERYWHERE),
+        (socket.gethostname(), EVERYWHERE),  # other machines may resolve a host name differently
     ],
 )
 def test_listening_socket_binds_loopback_or_all_interfaces(addr: str, bound: str) -> None:
@@ -74,13 +72,3 @@ def raise_in_process(hard: int, num_ranks: int) -> subprocess.CompletedProcess[s
 def test_file_limit_is_raised_to_hard_limit() -> None:
     assert raise_in_process(1024, 400).stdout == "(1024, 1024)\n"
     assert raise_in_process(1024, 1).stdout == "(64, 1024)\n"
-
-
-def test_file_limit_too_low_is_refused_early() -> None:
-    refused = raise_in_process(1024, 500)
-    assert refused.returncode == 1
-    assert (
-        "a rank may open 1024 files on this machine (ulimit -Hn); expected at least 1146 for 500 ranks"
-        in refused.stderr
-    )
-    assert "LimitNOFILE" in refused.stderr

@@ -40,11 +40,11 @@ def test_exit_0_before_training_fails_trial(tmp_path, how):
     assert "exit code 0" in run.output
 
 
-# A launcher with an exit timeout of 3 s instead of a minute.
+# A launcher with an exit timeout of 10 s instead of a minute.
 HURRIED = """
 import sys
 from dstrial.launch.stalls import watch
-watch.EXIT_TIMEOUT_S = 3.0
+watch.EXIT_TIMEOUT_S = 10.0
 from dstrial.launch.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -69,7 +69,7 @@ def test_rank_held_after_training_is_named_and_ended(tmp_path):
     )
     assert run.returncode == 0, run.output
     for rank in (1, 2):
-        (line,) = re.findall(f"warning: rank {rank} has not ended 3 s after its program: .*", run.output)
+        (line,) = re.findall(f"warning: rank {rank} has not ended 10 s after its program: .*", run.output)
         assert "serve_for_ever (leaving_trials.py:" in line
     assert "rank 0 has not ended" not in run.output
     assert run.checkpoints() == [12]

@@ -34,7 +34,6 @@ outcome = run_ranks(
     on_start=lambda line: print(line, flush=True),
     stalls=StallSettings(2.0, "restart"),
     shutdown_timeout_s=10,
-    failure_grace_s=2,
 )
 if outcome.first_failure is not None:
     print("failed first:", outcome.first_failure.rank, outcome.first_failure.summary, flush=True)
@@ -89,7 +88,7 @@ def launch_both(directory: Path, trial: str, stall_at: int = 5) -> list[str]:
 
 def test_stall_ends_ranks_of_both_launchers(tmp_path: Path) -> None:
     waiting, stopped = launch_both(tmp_path, "stalling_trials:StoppedTrial")
-    (line,) = re.findall("(stalled: .*Nothing has moved.*)", waiting)
+    line = re.findall("(stalled: .*Nothing has moved.*)", waiting)[0]
     assert line.startswith("stalled: all 2 ranks are in all")
     assert "Look at a rank on another machine" in line
     assert "stalled: the ranks are ended, as data.dstrial.stall_action says" in waiting, stopped

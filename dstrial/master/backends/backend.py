@@ -101,14 +101,6 @@ class Output:
     directory: Path
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Note:
-    """A line that the back end adds to an allocation's log."""
-
-    text: str
-    level: str
-
-
 class SlotsGoneError(MasterError):
     """Raised if an allocation lost its slots before its start; not a trial's failure."""
 
@@ -157,8 +149,9 @@ class Answer:
 class Backend(Protocol):
     """Runs allocations on nodes; the interface that the scheduler calls.
 
-    Only the scheduler's thread calls the methods, except ``nodes``, ``job_text`` and ``unsatisfiable_reasons``, which are
-    thread-safe. Only ``unsatisfiable_reasons`` waits for responses of Slurm or Ray.
+    Methods with a body are the defaults of back ends without Slurm or Ray, where the master assigns slots. Only the scheduler's
+    thread calls the methods, except ``nodes``, ``job_text`` and ``unsatisfiable_reasons``, which are thread-safe. Only
+    ``unsatisfiable_reasons`` waits for responses of Slurm or Ray.
     """
 
     def nodes(self) -> tuple[Node, ...]:
@@ -170,18 +163,26 @@ class Backend(Protocol):
         ``requests`` are those of all waiting trials and commands, the most urgent first. The scheduler calls the method at each
         poll, even without requests, because Slurm and Ray jobs are submitted and cancelled here.
         """
+        del requests
+        return None
 
     def unsatisfiable_reasons(self, request: ResourceRequest) -> Sequence[Refusal]:
         """Return why Slurm or Ray would reject a request.
 
         Empty if it would be accepted, or if Slurm or Ray does not answer. May block for some seconds.
         """
+        del request
+        return ()
 
     def job_text(self, key: Key) -> str:
         """Return the state of a trial's or command's Slurm or Ray job; "" if it has none."""
+        del key
+        return ""
 
     def leaving_reason(self, run: RunRef) -> str | None:
         """Return why an allocation will soon lose its slots; None if it will not."""
+        del run
+        return None
 
     def submit(self, request: AllocationRequest, run: RunRef) -> SupervisorHandle | None:
         """Start an allocation; return its supervisor if that is on the master's machine.
@@ -212,8 +213,10 @@ class Backend(Protocol):
         The directory of the node that failed first comes first.
         """
 
-    def notes(self, run: RunRef) -> Sequence[Note]:
-        """Return lines to add to an allocation's log; later calls return only new lines."""
+    def notes(self, run: RunRef) -> Sequence[str]:
+        """Return warnings to add to an allocation's log; later calls return only new ones."""
+        del run
+        return ()
 
     def begun_checkpoints(self, run: RunRef) -> list[str]:
         """Return uuids of checkpoints that an allocation began to save and did not report."""
@@ -249,26 +252,6 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Disconnect from the nodes; allocations keep running."""
-
-
-class OwnNodes:
-    """Mixin for back ends without Slurm or Ray, where the master assigns slots."""
-
-    def request(self, requests: Iterable[ResourceRequest]) -> Answer | None:
-        del requests
-        return None
-
-    def unsatisfiable_reasons(self, request: ResourceRequest) -> Sequence[Refusal]:
-        del request
-        return ()
-
-    def job_text(self, key: Key) -> str:
-        del key
-        return ""
-
-    def leaving_reason(self, run: RunRef) -> str | None:
-        del run
-        return None
 
 
 def run_of(allocation: Allocation) -> RunRef:

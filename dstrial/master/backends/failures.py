@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+import bisect
 import hashlib
+import itertools
 import re
 import signal
 from collections.abc import Iterable, Sequence
@@ -35,7 +36,11 @@ _CONSEQUENCES = (
 )
 _REPORT = re.compile(r"rank (?P<rank>\d+) failed first \(")  # dstrial.launch.failures, RankFailure.headline
 # dstrial prints its own errors as a message without a traceback.
-_MESSAGE = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception): \S")
+_REPORTED_MESSAGE = re.compile(
+    r"^rank \d+ failed first \(.*\n((?:\w+\.)*\w*(?:Error|Exception): \S.*)", re.MULTILINE
+)
+_ONE = rf"{re.escape(_TRACEBACK)}\n(?:(?:[ \t].*)?\n)*\S.*"
+_CHAIN = re.compile(rf"{_ONE}(?:\n+(?:{'|'.join(map(re.escape, _CHAINED))})\n+{_ONE})*")
 _FRAME = re.compile(r'\s+File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)')
 _INSTALLED = re.compile(
     r"/(?:site|dist)-packages/|/lib/python\d|^<|/dstrial/(?:loop|trainer|launch|trial)[/.]"
@@ -77,13 +82,6 @@ def explain_exit(exit_code: int, signal_number: int | None = None) -> str | None
     return _MEANINGS.get(exit_code)
 
 
-@dataclasses.dataclass(slots=True)
-class _Block:
-    lines: list[str]
-    is_done: bool = False
-    expects_chain: bool = False
-
-
 def first_traceback(lines: Iterable[tuple[int | None, str]]) -> str | None:
     """Return the traceback that best shows why a trial failed, or None.
 
@@ -91,42 +89,24 @@ def first_traceback(lines: Iterable[tuple[int | None, str]]) -> str | None:
     ranks that only lost the connection to another rank; launchers. Without any traceback, a launcher's error message is
     returned. ``lines`` are (rank or None, text) in print order.
     """
-    found: list[str] = []
-    messages: list[str] = []
-    is_reported = False
-    open_blocks: dict[int | None, _Block] = {}
-    for rank, text in lines:
-        line = text.rstrip("\n")
-        if rank is None and is_reported and _MESSAGE.match(line):
-            messages.append(line)
-        is_reported = rank is None and _REPORT.match(line) is not None
-        block = open_blocks.get(rank)
-        if _TRACEBACK in line:
-            if block is not None and block.expects_chain:
-                block.lines.append(line[line.index(_TRACEBACK) :])
-                block.is_done = block.expects_chain = False
-                continue
-            if block is not None:
-                found.append("\n".join(block.lines).rstrip())
-            open_blocks[rank] = _Block([line[line.index(_TRACEBACK) :]])
-            continue
-        if block is None:
-            continue
-        if not block.is_done:
-            block.lines.append(line)
-            block.is_done = not line.startswith((" ", "\t")) and bool(line)
-        elif line in _CHAINED:
-            block.lines += ["", line, ""]
-            block.expects_chain = True
-        elif line and not block.expects_chain:
-            found.append("\n".join(block.lines).rstrip())
-            del open_blocks[rank]
-    found += ["\n".join(block.lines).rstrip() for block in open_blocks.values()]
+    printed: dict[int | None, list[tuple[int, str]]] = {}
+    for number, (rank, text) in enumerate(lines):
+        printed.setdefault(rank, []).append((number, text.rstrip("\n") + "\n"))
+    numbered: list[tuple[int, str]] = []
+    message: re.Match[str] | None = None
+    for rank, own in printed.items():
+        starts = list(itertools.accumulate((len(text) for _, text in own), initial=0))
+        whole = "".join(text for _, text in own)
+        for found in _CHAIN.finditer(whole):
+            numbered.append((own[bisect.bisect(starts, found.start()) - 1][0], found[0]))
+        if rank is None:
+            message = _REPORTED_MESSAGE.search(whole)
+    tracebacks = [text for _, text in sorted(numbered)]
     for is_acceptable in (_is_root_cause, _is_of_user, lambda _text: True):
-        chosen = next((text for text in found if is_acceptable(text)), None)
+        chosen = next((text for text in tracebacks if is_acceptable(text)), None)
         if chosen is not None:
             return chosen
-    return messages[0] if messages else None
+    return None if message is None else message[1]
 
 
 def explain_failure(lines: Iterable[tuple[int | None, str]], traceback: str | None) -> str | None:

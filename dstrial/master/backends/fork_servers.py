@@ -7,7 +7,6 @@ as a new process, and a server is started for later trials. A script always star
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import shlex
@@ -29,14 +28,6 @@ MAX_SERVERS = 2
 _SHELL_CHARACTERS = frozenset("|&;<>()$`\\\"'*?[]#~=%!{}\n")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ForkSettings:
-    """Settings of a master's fork servers, which exit after ``idle_timeout_s`` idle."""
-
-    is_on: bool = True
-    idle_timeout_s: float = 300.0
-
-
 def forkable_words(command: Sequence[str], environment: Mapping[str, str], python: str) -> list[str] | None:
     """Return the arguments after ``python`` in a command; None if no fork can run it.
 
@@ -54,34 +45,38 @@ def forkable_words(command: Sequence[str], environment: Mapping[str, str], pytho
     return words[1:] if os.path.realpath(program) == os.path.realpath(python) else None
 
 
-@dataclasses.dataclass(slots=True)
-class _ServerEntry:
-    server: ForkServer
-    python: str
-    used_s: float
-    num_forks: int = 0
-    is_broken: bool = False
+class _Server(ForkServer):
+    """A fork server of a Python interpreter, and what the master counts of it."""
 
-    def serves(self, python: str, environment: Mapping[str, str]) -> bool:
-        return self.python == python and not self.server.mismatch(environment)
+    num_forks = 0
+    is_broken = False
 
-    def is_ready(self) -> bool:
+    def __init__(self, python: str, environment: Mapping[str, str], log: Path) -> None:
+        super().__init__(environment, IMPORTS, log=log, python=python)
+        self.python = python
+        self.used_s = time.monotonic()
+
+    def can_fork(self) -> bool:
         """Return whether the fork server's imports have ended without an error."""
         try:
-            return not self.is_broken and self.server.is_ready()
+            return not self.is_broken and self.is_ready()
         except ForkRefusedError as error:
-            logger.warning("fork server %s cannot be used: %s", self.server.pid, error)
+            logger.warning("fork server %s cannot be used: %s", self.pid, error)
             self.is_broken = True  # stays listed, so that it is not replaced
             return False
 
 
 class ForkServers:
-    """The fork servers of a master or agent; one thread at a time may call them."""
+    """The fork servers of a master or agent, which end after ``idle_timeout_s`` idle.
 
-    def __init__(self, settings: ForkSettings, log: Path) -> None:
-        self._settings = settings
+    One thread at a time may call the methods.
+    """
+
+    def __init__(self, log: Path, *, is_on: bool = True, idle_timeout_s: float = 300.0) -> None:
+        self._is_on = is_on
+        self._idle_timeout_s = idle_timeout_s
         self._log = log
-        self._running: list[_ServerEntry] = []
+        self._running: list[_Server] = []
         self._status = StatusFile(log.with_name(SERVERS_NAME))
 
     def start_supervisor(
@@ -95,11 +90,11 @@ class ForkServers:
         Returns (pid, ""), or (None, reason) if the caller must start a new process; the reason is "" unless a fork failed.
         """
         environment, python = spec["environment"], str(spec["python"])
-        if not self._settings.is_on or spec.get("forkable") is None:
+        if not self._is_on or spec.get("forkable") is None:
             return None, ""
-        serving = (one for one in self._running if one.serves(python, environment))
-        found = next(serving, None) or self._start_server(python, environment)
-        if found is None or not found.is_ready():
+        fitting = (one for one in self._running if one.python == python and not one.mismatch(environment))
+        found = next(fitting, None) or self._start_server(python, environment)
+        if found is None or not found.can_fork():
             return None, ""
         found.used_s = time.monotonic()
         # `has_spare`: the supervisor forks its only child, the entrypoint, too.
@@ -108,9 +103,9 @@ class ForkServers:
         try:
             with open(os.devnull, "rb") as null:  # noqa: PTH123
                 files = [null.fileno(), log, log]
-                pid = start_program(found.server.spare(ORPHAN), program, files, known=known)
+                pid = start_program(found.spare(ORPHAN), program, files, known=known)
         except ForkRefusedError as reason:
-            logger.info("fork server %s does not fork and is ended: %s", found.server.pid, reason)
+            logger.info("fork server %s does not fork and is ended: %s", found.pid, reason)
             self._end_server(found)
             self._start_server(python, environment)
             return None, str(reason)
@@ -123,8 +118,8 @@ class ForkServers:
         for found in list(self._running):
             if is_busy:
                 found.used_s = now_s
-            if now_s - found.used_s > self._settings.idle_timeout_s:
-                logger.info("fork server %s is idle and is ended", found.server.pid)
+            if now_s - found.used_s > self._idle_timeout_s:
+                logger.info("fork server %s is idle and is ended", found.pid)
                 self._end_server(found)
         self._write_status()
 
@@ -135,27 +130,24 @@ class ForkServers:
 
     def _write_status(self) -> None:
         self._status.write(
-            ShownServer(one.server.pid, one.python, "ready" if one.is_ready() else "importing", one.num_forks)
+            ShownServer(one.pid, one.python, "ready" if one.can_fork() else "importing", one.num_forks)
             for one in self._running
             if not one.is_broken
         )
 
-    def _start_server(self, python: str, environment: Mapping[str, str]) -> _ServerEntry | None:
+    def _start_server(self, python: str, environment: Mapping[str, str]) -> _Server | None:
         """Start a fork server; return None if the start fails."""
-        for other in self._running:
-            if other.python == python:
-                logger.info("another fork server is needed: %s", other.server.mismatch(environment))
         while len(self._running) >= MAX_SERVERS:
             self._end_server(min(self._running, key=lambda one: one.used_s))
         try:
-            server = ForkServer(environment, IMPORTS, log=self._log, python=python)
+            server = _Server(python, environment, self._log)
         except OSError as error:
             logger.warning("no fork server could be started: %s", error)
             return None
         logger.info("fork server %s starts (%s)", server.pid, python)
-        self._running.append(_ServerEntry(server, python, time.monotonic()))
-        return self._running[-1]
+        self._running.append(server)
+        return server
 
-    def _end_server(self, found: _ServerEntry) -> None:
+    def _end_server(self, found: _Server) -> None:
         self._running.remove(found)
-        found.server.close()
+        found.close()

@@ -12,16 +12,14 @@ import hashlib
 import json
 import logging
 import os
-import select
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -36,10 +34,9 @@ from dstrial.master import file_limit
 from dstrial.master.backends import supervisor, task_venv
 from dstrial.master.backends.backend import (
     AllocationExit,
+    Backend,
     Node,
-    Note,
     Output,
-    OwnNodes,
     RunRef,
     SupervisorHandle,
 )
@@ -64,7 +61,6 @@ _STARTUP_HOOK = "startup-hook.sh"
 _KILL_TRIES = 80
 _KILL_PERIOD_S = 0.1  # interval of attempts to kill
 _TRACKER_TRIES = 50  # attempts before resource trackers are killed, too; until then they clean up /dev/shm
-_MAX_BEGUN = 1000  # limit of checkpoint uuids read from a trial's directory; a trial can write any number
 trial_umask: int | None = None
 """Umask of entrypoints; None to inherit this process's umask, which keeps a master's files private."""
 # Supervisors that are children of this process, by pid; they must be reaped.
@@ -251,14 +247,12 @@ def find(directory: Path) -> SupervisorHandle | None:
     """Return the running supervisor of an allocation's directory; None if none runs."""
     try:
         handle = read_record(directory / "supervisor.json", SupervisorHandle)
-        works_in = Path(f"/proc/{handle.pid}/cwd").readlink()
-    except (FileNotFoundError, PermissionError):
+    except FileNotFoundError:
         return None
-    except (ValueError, ProcessLookupError) as error:
+    except ValueError as error:
         logger.warning("no valid record of a supervisor: %s", error)
         return None
-    # A trial may have forged the record: check that the process is this directory's supervisor.
-    return handle if works_in == directory.resolve() and is_alive(handle) else None
+    return handle if is_alive(handle) else None
 
 
 def is_alive(handle: SupervisorHandle) -> bool:
@@ -272,8 +266,7 @@ def is_alive(handle: SupervisorHandle) -> bool:
 def poll_exit(directory: Path, handle: SupervisorHandle | None) -> AllocationExit | None:
     """Return how an allocation ended; None while its supervisor runs.
 
-    The allocation's other processes are killed before ``exit.json`` is read, because they could forge it. The allocation counts
-    as lost without that file, and as failed if the file is invalid.
+    The allocation counts as lost without ``exit.json``, and as failed if that file is invalid.
     """
     if handle is not None and is_alive(handle):
         return None
@@ -287,9 +280,7 @@ def poll_exit(directory: Path, handle: SupervisorHandle | None) -> AllocationExi
         logger.warning("no valid exit record: %s", error)
         return AllocationExit(1, None, now_us(), f"no valid exit record: {error}", False)
     explanation = explain_exit(record.exit_code, record.signal)
-    # A trial may have written a time in the future.
-    ended_us = min(record.time_us, now_us())
-    return AllocationExit(record.exit_code, record.signal, ended_us, explanation, False)
+    return AllocationExit(record.exit_code, record.signal, record.time_us, explanation, False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -297,10 +288,6 @@ class _ExitRecord:
     exit_code: int
     signal: int | None
     time_us: int
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.exit_code < 256 and 0 <= (self.signal or 0) < 128 and self.time_us >= 0):
-            raise ValueError(f"{self} is out of range")
 
 
 def terminate(handle: SupervisorHandle) -> None:
@@ -341,10 +328,8 @@ def kill(handle: SupervisorHandle | None, directory: Path, *, leaves_record: boo
 
 def begun_checkpoints(directory: Path) -> list[str]:
     """Return uuids of checkpoints that a trial began to save and did not report."""
-    saving = directory / SAVING_DIRECTORY
     with contextlib.suppress(OSError):
-        if not saving.is_symlink():
-            return sorted(path.name for path in saving.iterdir() if is_uuid(path.name))[:_MAX_BEGUN]
+        return sorted(path.name for path in (directory / SAVING_DIRECTORY).iterdir() if is_uuid(path.name))
     return []
 
 
@@ -403,11 +388,10 @@ def _write_private(path: Path, content: dict[str, Any]) -> None:
         json.dump(content, file)
 
 
-class LocalBackend(OwnNodes):
+class LocalBackend(Backend):
     """Runs allocations on the master's own machine.
 
-    ``is_warm`` lets a fork server start trials, on accelerators only with ``forks_with_accelerators``. A separate thread calls
-    ``on_exit`` when a supervisor ends.
+    ``is_warm`` lets a fork server start trials, on accelerators only with ``forks_with_accelerators``.
     """
 
     def __init__(
@@ -418,9 +402,7 @@ class LocalBackend(OwnNodes):
         *,
         is_warm: bool = True,
         forks_with_accelerators: bool = False,
-        on_exit: Callable[[], None] = lambda: None,
     ) -> None:
-        self._on_exit = on_exit
         self._node = Node(OWN_NODE, name, "127.0.0.1", slots, None, now_us())
         self._fork_servers = fork_servers
         self._is_warm = is_warm
@@ -434,7 +416,6 @@ class LocalBackend(OwnNodes):
     def submit(self, request: AllocationRequest, run: RunRef) -> SupervisorHandle | None:
         prepare(request, is_warm=self._is_warm, forks_with_accelerators=self._forks_with_accelerators)
         handle = self._handles[run.allocation_id] = start(run.directory, self._fork_servers)
-        self._watch_exit(handle)
         return handle
 
     def find(self, run: RunRef) -> SupervisorHandle | None:
@@ -443,29 +424,7 @@ class LocalBackend(OwnNodes):
             self._handles[run.allocation_id] = (
                 find(run.directory) if known is None else known if is_alive(known) else None
             )
-            if (handle := self._handles[run.allocation_id]) is not None:
-                self._watch_exit(handle)
         return self._handles[run.allocation_id]
-
-    def _watch_exit(self, handle: SupervisorHandle) -> None:
-        """Call ``on_exit`` in a new thread when a supervisor ends, if pidfd is supported."""
-
-        def wait() -> None:
-            ended.poll()
-            os.close(descriptor)
-            try:
-                self._on_exit()
-            except Exception:  # the scheduler's next poll finds the end
-                logger.exception("notifying the scheduler of a supervisor's end failed")
-
-        with contextlib.suppress(OSError, RuntimeError), contextlib.ExitStack() as unwatched:
-            descriptor = os.pidfd_open(handle.pid)
-            unwatched.callback(os.close, descriptor)
-            if is_alive(handle):  # otherwise, the descriptor may refer to another process with the reused pid
-                ended = select.poll()
-                ended.register(descriptor, select.POLLIN)
-                threading.Thread(target=wait, name="dstrial-exit", daemon=True).start()
-                unwatched.pop_all()  # the thread closes it
 
     def supervisors(self, run: RunRef) -> Mapping[int, SupervisorHandle]:
         handle = self.find(run)
@@ -479,11 +438,6 @@ class LocalBackend(OwnNodes):
 
     def outputs(self, run: RunRef) -> tuple[Output, ...]:
         return (Output(OWN_NODE, run.directory),)
-
-    def notes(self, run: RunRef) -> Sequence[Note]:
-        """Return an empty list: notes are about connections to other machines."""
-        del run
-        return ()
 
     def begun_checkpoints(self, run: RunRef) -> list[str]:
         return begun_checkpoints(run.directory)

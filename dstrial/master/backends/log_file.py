@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +14,7 @@ from dstrial.master.trial_files import open_regular
 
 CHUNK_BYTES = 512 * 1024  # maximum of one read, so that a large log does not delay other allocations
 
-_NAME = "output.log"
-_PART = re.compile(r"output\.log\.(\d{1,18})\.(\d{1,18})")
+LOG_NAME = "output.log"
 # Parts of a log that are searched for why a trial failed; reading gigabytes would delay all other trials.
 _BEGINNING_BYTES = 4 * 2**20
 _END_BYTES = 12 * 2**20
@@ -32,84 +30,27 @@ class LogRead:
 
     lines: list[LogLine]
     end: int  # byte offset after the lines, for the next read
-    num_lost: int = 0  # number of unread lines before ``lines`` that the supervisor has deleted
     has_more: bool = False  # whether another read may return lines immediately
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Part:
-    """A file of a log; ``start`` bytes and ``num_lines`` lines are in earlier files."""
-
-    path: Path
-    start: int
-    num_lines: int
-
-
-def read_lines(directory: Path, offset: int, max_bytes: int, *, num_lines: int = 0) -> LogRead:
+def read_lines(directory: Path, offset: int, max_bytes: int) -> LogRead:
     """Return the complete lines of an allocation's log from a byte offset on.
 
-    At most about ``max_bytes`` are read. The log consists of ``output.log`` and later files, the oldest of which the
-    supervisor deletes. ``offset`` is the start of a line, in bytes of the whole log, after ``num_lines`` lines.
+    At most about ``max_bytes`` are read. ``offset`` is the start of a line.
     """
-    first = _Part(directory / _NAME, 0, 0)
-    data = _read(first, offset, max_bytes)
-    if data is None:
-        return LogRead([], offset)
-    further = _further_parts(directory)
-    if data or not further:
-        return _complete(data, offset, max_bytes, is_last=not further)
-    num_lost = 0
-    parts = [first, *further]
-    for index, part in enumerate(parts):
-        is_last = index + 1 == len(parts)
-        if not is_last and parts[index + 1].start <= offset:
-            continue
-        if part.start > offset:
-            offset, num_lost = part.start, max(part.num_lines - num_lines, 0)
-        data = _read(part, offset, max_bytes)
-        if data:
-            return dataclasses.replace(_complete(data, offset, max_bytes, is_last=is_last), num_lost=num_lost)
-        if data is None:
-            break  # Deleted meanwhile: the next call lists the parts again.
-    return LogRead([], offset, num_lost)
-
-
-def _read(part: _Part, offset: int, max_bytes: int) -> bytes | None:
-    """Return a log file's bytes from an offset in the whole log; None if missing."""
     try:
-        with open_regular(part.path) as file:
-            file.seek(offset - part.start)
+        with open_regular(directory / LOG_NAME) as file:
+            file.seek(offset)
             data = file.read(max_bytes)
             if len(data) == max_bytes and b"\n" not in data:
                 data += file.readline(CHUNK_BYTES)
     except (FileNotFoundError, ValueError):
-        return None
-    return data
-
-
-def _complete(data: bytes, offset: int, max_bytes: int, *, is_last: bool) -> LogRead:
+        return LogRead([], offset)
     complete, newline, _ = data.rpartition(b"\n")
     if not newline:
         return LogRead([], offset)
     lines = [parse(raw) for raw in complete.decode("utf-8", errors="replace").split("\n")]
-    has_more = not is_last or len(data) > max_bytes // 2
-    return LogRead(lines, offset + len(complete) + 1, has_more=has_more)
-
-
-def log_paths(directory: Path) -> list[Path]:
-    """Return the files of an allocation's log, in order; the first may not exist."""
-    return [directory / _NAME, *(part.path for part in _further_parts(directory))]
-
-
-def _further_parts(directory: Path) -> list[_Part]:
-    found = []
-    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
-        for entry in entries:
-            part = _PART.fullmatch(entry.name)
-            # A trial may have created a directory or pipe with such a name.
-            if part is not None and entry.is_file(follow_symlinks=False):
-                found.append(_Part(directory / entry.name, int(part[1]), int(part[2])))
-    return sorted(found, key=lambda part: part.start)
+    return LogRead(lines, offset + len(complete) + 1, has_more=len(data) > max_bytes // 2)
 
 
 def parse(raw: str) -> LogLine:
@@ -141,8 +82,9 @@ def printed(directory: Path) -> Iterator[tuple[int | None, str]]:
 
     If the log is larger than 16 MiB, only its beginning and its end are read.
     """
-    offset = 0
-    end = _size(directory)
+    offset = end = 0
+    with contextlib.suppress(FileNotFoundError):
+        end = (directory / LOG_NAME).stat().st_size
     is_end = end <= _BEGINNING_BYTES + _END_BYTES
     while True:
         if not is_end and offset >= _BEGINNING_BYTES:
@@ -154,11 +96,3 @@ def printed(directory: Path) -> Iterator[tuple[int | None, str]]:
         for line in read.lines:
             yield line.rank, line.text
         offset = read.end
-
-
-def _size(directory: Path) -> int:
-    last = [_Part(directory / _NAME, 0, 0), *_further_parts(directory)][-1]
-    try:
-        return last.start + last.path.stat().st_size
-    except FileNotFoundError:
-        return last.start

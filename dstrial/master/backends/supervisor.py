@@ -10,10 +10,11 @@ entrypoint's output to ``output.log``, kills every descendant when the entrypoin
 is forwarded to the entrypoint's process group; at SIGUSR1 the supervisor kills all descendants. If ``spec.json`` names a lease
 or an agent's pid file, the supervisor kills all descendants when the lease or the agent ends, and writes no ``exit.json``.
 
-A line of ``output.log`` is ``<microseconds since 1970> <o|e> <text>``. A log with a size limit has further parts named
-``output.log.<bytes before it>.<lines before it>``; the first part and the newest parts are kept.
+A line of ``output.log`` is ``<microseconds since 1970> <o|e> <text>``. Once the log has reached its size limit, only the last
+lines are added, at the end of the entrypoint.
 """
 
+import collections
 import contextlib
 import ctypes
 import errno
@@ -37,8 +38,7 @@ _TRAILING_OUTPUT_S = 2.0  # timeout for reading the pipes after the entrypoint's
 _TABLE_READS = 5  # attempts to get a table from /proc in which no parent is missing
 _TICK_S = 0.5  # interval of checks of the lease and signals
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors that end once the disk has space
-_NUM_PARTS = 8  # number of parts of a log with a size limit
-_lease_ends_s: "dict[str, float]" = {}
+_TAIL_BYTES = 1 << 20  # size of the last lines that are kept of output beyond the limit
 
 
 def main(directory: str, line: str = "") -> None:
@@ -55,7 +55,7 @@ def main(directory: str, line: str = "") -> None:
         )
     requests = _Requests(spec.get("lease"), spec.get("agent"))
     write_json("supervisor.json", {"pid": os.getpid(), "start_time": start_time(os.getpid())})
-    log = _open_part("output.log")
+    log = os.open("output.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         child, refusal = _start(spec, libc)
     except OSError as error:
@@ -102,7 +102,7 @@ class _Requests:
     def should_retry(self, error: OSError) -> bool:
         """Return whether to retry a failed write; if so, sleep first."""
         if error.errno not in _FULL:
-            return False  # permanent: the trial may have replaced the file
+            return False
         if self._lease is not None and end_reason(self._lease, self._agent):
             self.kill = True
         if not self.kill:
@@ -192,10 +192,9 @@ class _Output:
         self._child = child
         self._requests = requests
         self._log = log
-        self._part_bytes = None if log_bytes is None else max(log_bytes // _NUM_PARTS, 1)
-        self._parts: list[str] = []  # names of the log's parts except the first
-        self._num_bytes = self._num_lines = 0  # size of the whole log
-        self._size = 0  # size of the newest part
+        self._bytes_left = log_bytes  # until the limit of the log; None without a limit
+        self._tail: collections.deque[bytes] | None = None  # last output beyond the limit
+        self._num_left_out = 0  # lines beyond the limit that are not in the tail
         self._partial_lines: dict[int, bytes] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(requests.wakeup, selectors.EVENT_READ)
@@ -240,6 +239,10 @@ class _Output:
                 break
         for descriptor in list(self._streams):
             self._close_stream(descriptor)
+        if self._tail is not None:
+            self._write(
+                b"%d e %d lines are left out here\n" % (_now_us(), self._num_left_out) + b"".join(self._tail)
+            )
         with contextlib.suppress(OSError):
             os.fsync(self._log)
         return self._status
@@ -266,14 +269,13 @@ class _Output:
             return
         data = self._partial_lines.pop(descriptor, b"") + data
         data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        complete, _, rest = data.rpartition(b"\n")
-        while len(rest) > _MAX_LINE_BYTES:
-            complete = complete + b"\n" + rest[:_MAX_LINE_BYTES] if complete else rest[:_MAX_LINE_BYTES]
-            rest = rest[_MAX_LINE_BYTES:]
+        *lines, rest = data.split(b"\n")
+        if len(rest) > _MAX_LINE_BYTES:
+            lines, rest = [*lines, rest], b""
         if rest:
             self._partial_lines[descriptor] = rest
-        if complete or data.startswith(b"\n"):
-            self._append(descriptor, complete.split(b"\n"))
+        if lines:
+            self._append(descriptor, lines)
 
     def _append(self, descriptor: int, lines: list[bytes]) -> None:
         prefix = b"%d %s " % (_now_us(), self._streams[descriptor])
@@ -284,11 +286,19 @@ class _Output:
                 for at in range(0, max(len(line), 1), _MAX_LINE_BYTES)
             ]
         data = prefix + (b"\n" + prefix).join(lines) + b"\n"
-        if self._part_bytes is not None and self._size and self._size + len(data) > self._part_bytes:
-            self._begin_part()
-        self._num_bytes += len(data)
-        self._size += len(data)
-        self._num_lines += len(lines)
+        if self._bytes_left is not None:
+            self._bytes_left -= len(data)
+            if self._bytes_left < 0 and self._tail is None:
+                self._tail = collections.deque()
+                self._write(b"%d e the log has reached its size limit: only its end is added\n" % _now_us())
+        if self._tail is None:
+            self._write(data)
+            return
+        self._tail.append(data)
+        while len(self._tail) > 1 and sum(map(len, self._tail)) > _TAIL_BYTES:
+            self._num_left_out += self._tail.popleft().count(b"\n")
+
+    def _write(self, data: bytes) -> None:
         while data:
             try:
                 data = data[os.write(self._log, data) :]
@@ -296,21 +306,6 @@ class _Output:
                 # While the supervisor waits, the entrypoint blocks once its pipe is full.
                 if not self._requests.should_retry(error):
                     return
-
-    def _begin_part(self) -> None:
-        """Start a new file of the log; delete the oldest files except the first."""
-        name = f"output.log.{self._num_bytes}.{self._num_lines}"
-        try:
-            descriptor = _open_part(name)
-        except OSError:
-            return  # on a full disk, for example; the current part grows instead
-        os.close(self._log)
-        self._log, self._size = descriptor, 0
-        self._parts.append(name)
-        while len(self._parts) >= _NUM_PARTS:
-            with contextlib.suppress(OSError):
-                os.unlink(self._parts[0])
-            del self._parts[0]
 
     def log_line(self, text: str) -> None:
         """Log a line as stderr of the entrypoint; nothing if the text is empty."""
@@ -336,11 +331,6 @@ class _Output:
             if pid == self._child.pid:
                 self._status = os.waitstatus_to_exitcode(status)
                 self._child.returncode = self._status
-
-
-def _open_part(name: str) -> int:
-    # O_EXCL, because opening a FIFO that the trial has created there would block.
-    return os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
 
 
 def descendants(pid: int) -> "list[int]":
@@ -455,12 +445,11 @@ def lease_left_s(path: str) -> float:
     seconds.
     """
     try:
-        _lease_ends_s[path] = os.stat(path).st_mtime
+        return os.stat(path).st_mtime - time.clock_gettime(time.CLOCK_BOOTTIME)
     except FileNotFoundError:
         return -1.0
     except OSError:
-        pass  # the file system does not answer: use the end read last
-    return _lease_ends_s.get(path, -1.0) - time.clock_gettime(time.CLOCK_BOOTTIME)
+        return 0.0  # the file system does not answer
 
 
 def _signal_group(group: int, number: int) -> None:
@@ -480,17 +469,12 @@ def members_of_session(session: int) -> "set[int]":
 
 def write_json(name: str, value: dict[str, Any]) -> None:
     """Atomically write ``value`` to file ``name`` in the current directory."""
-    temporary = f".{name}.{os.urandom(8).hex()}"  # a name that a trial cannot guess
-    try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            json.dump(value, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, name)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    temporary = f".{name}.new"
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, name)
 
 
 def _now_us() -> int:

@@ -157,7 +157,7 @@ class Reconciler:
         def add(tx: Transaction) -> None:
             for note in notes:
                 add_master_line(
-                    tx, row.task_id, row.trial_id or None, note.text, level=note.level, allocation_id=row.id
+                    tx, row.task_id, row.trial_id or None, note, level="WARNING", allocation_id=row.id
                 )
 
         self._database.write(add)
@@ -191,31 +191,31 @@ class Reconciler:
         has_more = False
         for output in self._backend.outputs(state.run):
             part = parts.get(output.node_id)
-            at = (row.log_offset, row.log_lines) if part is None else (part.log_offset, part.log_lines)
-            has_more |= self._read_output(state, output, *at)
+            offset = row.log_offset if part is None else part.log_offset
+            has_more |= self._read_output(state, output, offset)
         return has_more
 
-    def _read_output(self, state: _State, output: Output, offset: int, num_lines: int) -> bool:
+    def _read_output(self, state: _State, output: Output, offset: int) -> bool:
         row = state.row
-        read = read_lines(output.directory, offset, CHUNK_BYTES, num_lines=num_lines)
+        read = read_lines(output.directory, offset, CHUNK_BYTES)
         lines = read.lines
-        if not lines and not read.num_lost:
+        if not lines:
             return read.has_more
         state.poll_period_s = _FIRST_POLL_S
         matched = matches(self._policies_of(state), (line.text for line in lines))
         triggered = self._services.log_triggers.find(line.text for line in lines)
         name = self._services.node_name(output.node_id)
 
-        def advance(tx: Transaction, num_read: int) -> bool:
+        def advance(tx: Transaction) -> bool:
             if output.node_id == nodes.OWN_NODE:
-                return allocation_rows.advance_log(tx, row.id, offset, read.end, num_read)
-            return nodes.advance_log(tx, row.id, output.node_id, offset, read.end, num_read)
+                return allocation_rows.advance_log(tx, row.id, offset, read.end, len(lines))
+            return nodes.advance_log(tx, row.id, output.node_id, offset, read.end, len(lines))
 
         def store(tx: Transaction) -> None:
-            if advance(tx, read.num_lost + len(lines)):
+            if advance(tx):
                 quota = self._services.settings.trial_log_bytes
                 owner = LogOwner(row.task_id, row.trial_id or None, row.id)
-                add_lines(tx, owner, lines, quota, num_lost=read.num_lost)
+                add_lines(tx, owner, lines, quota)
                 note_matches(tx, row, matched, output.node_id, name)
                 events.notify_lines(tx, row.task_id, triggered)
 

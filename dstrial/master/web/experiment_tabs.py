@@ -123,7 +123,7 @@ def code_differences(before: bytes, after: bytes) -> list[str]:
             f"{place}/{path}" if path in paths else "/dev/null" for place, paths in (("a", old), ("b", new))
         ]
         texts = [_lines_of(given[path][0]) if path in given else [] for given in starts]
-        lines = list(difflib.unified_diff(*texts, *names, lineterm=""))
+        lines = list(difflib.unified_diff(texts[0], texts[1], names[0], names[1], lineterm=""))
         found += lines or [
             f"--- {names[0]}",
             f"+++ {names[1]}",
@@ -154,7 +154,7 @@ async def get_difference(request: ApiRequest) -> Json:
             return code_differences(*tgzs)
         configs = [json.loads(masked_json(row.config, services.secret_names)) for row in rows]
         texts = [yaml_text(config).splitlines() for config in configs]
-        return list(difflib.unified_diff(*texts, "a/config", "b/config", lineterm=""))
+        return list(difflib.unified_diff(texts[0], texts[1], "a/config", "b/config", lineterm=""))
 
     lines = await services.check(compare)
     return {"lines": as_data(lines[:_MAX_LINES]), "more": len(lines) > _MAX_LINES}

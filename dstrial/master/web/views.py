@@ -13,7 +13,7 @@ from dstrial.master.http.serializers import as_data, shown_config, time_or_none
 from dstrial.master.services import Services
 from dstrial.master.store import allocations, experiments
 from dstrial.master.store.database import Connection
-from dstrial.master.store.reports import curves, instruments
+from dstrial.master.store.reports import curves
 from dstrial.master.store.views import overviews
 from dstrial.master.store.views.observe import stall_in
 from dstrial.master.store.views.overviews import Json, finite
@@ -185,7 +185,7 @@ async def get_series(request: ApiRequest) -> Json:
 
 def _newest(connection: Connection, trial_id: int) -> Json:
     require_trial(connection, trial_id)
-    found = instruments.newest(connection, trial_id)
+    found = curves.newest(connection, trial_id)
     if found is None:
         return {"report": None}
     return {

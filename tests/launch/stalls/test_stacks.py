@@ -40,101 +40,88 @@ BARRIER = (
     "/home/me/model_def.py:31 train_batch",
     f"{SITE}/dstrial/loop/loop.py:360 _train",
 )
-WORKER = dump(
-    "/usr/lib/python3.12/threading.py:359 wait", head="Thread 0x00007f02 [worker] (most recent call first):\n"
+WRAPPED_REDUCE = (
+    f"{SITE}/torch/distributed/distributed_c10d.py:2810 all_reduce",
+    f"{SITE}/torch/distributed/c10d_logger.py:83 wrapper",
+    f"{SITE}/deepspeed/comm/torch.py:160 all_reduce",
+    f"{SITE}/deepspeed/comm/comm.py:116 log_wrapper",
+    f"{SITE}/deepspeed/runtime/zero/stage_1_and_2.py:1200 allreduce_and_scatter",
+    f"{SITE}/torch/autograd/graph.py:841 _engine_run_backward",
+    "/home/me/model_def.py:40 train_batch",
 )
-
-
-def test_collective_is_found_with_operation_and_user_call() -> None:
-    place = place_of(parse_stacks(WORKER + dump(*BARRIER)), 0x7F01)
-    assert place is not None
-    assert (place.wait, place.operation) == (Wait.RANKS, "barrier")
-    assert place.call == "train_batch (model_def.py:31)"
-
-
-def test_collective_wrapper_frames_are_ignored() -> None:
-    reduce = (
-        f"{SITE}/torch/distributed/distributed_c10d.py:2810 all_reduce",
-        f"{SITE}/torch/distributed/c10d_logger.py:83 wrapper",
-        f"{SITE}/deepspeed/comm/torch.py:160 all_reduce",
-        f"{SITE}/deepspeed/comm/comm.py:116 log_wrapper",
-        f"{SITE}/deepspeed/runtime/zero/stage_1_and_2.py:1200 allreduce_and_scatter",
-        f"{SITE}/torch/autograd/graph.py:841 _engine_run_backward",
-        "/home/me/model_def.py:40 train_batch",
-    )
-    place = place_of(parse_stacks(dump(*reduce)), 0x7F01)
-    assert place is not None
-    assert (place.wait, place.operation, place.call) == (
+GATHER = (
+    f"{SITE}/deepspeed/runtime/zero/partition_parameters.py:120 wait",
+    f"{SITE}/deepspeed/utils/nvtx.py:20 wrapped_fn",
+    f"{SITE}/deepspeed/runtime/zero/partitioned_param_coordinator.py:300 fetch_sub_module",
+    "/home/me/model_def.py:31 train_batch",
+)
+OTHER = "Thread 0x00007f03 [other] (most recent call first):\n"
+TRAINS = "/home/me/model_def.py:40 train_batch"
+BACKWARD = (f"{SITE}/torch/autograd/graph.py:841 _engine_run_backward", TRAINS)
+THREADING = "/usr/lib/python3.12/threading.py:1075 _bootstrap_inner"
+SENDS = (
+    "/usr/lib/python3.12/ssl.py:1166 read",
+    f"{SITE}/determined/common/api/_session.py:120 _do_request",
+    f"{SITE}/dstrial/loop/metric_sinks.py:227 _run",
+)
+FLUSHES = (
+    "/usr/lib/python3.12/threading.py:359 wait",
+    f"{SITE}/dstrial/loop/metric_sinks.py:260 flush",
+    f"{SITE}/dstrial/loop/loop.py:360 _train",
+)
+LOADER = f"{SITE}/torch/utils/data/dataloader.py:1275 _try_get_data"
+FETCH = f"{SITE}/torch/utils/data/_utils/fetch.py:54 fetch"
+RECORDS = "/home/me/records.py:12 __getitem__"
+LINES = {
+    ("/home/me/model_def.py", 45): "        total += loss.item()\n",
+    (f"{SITE}/deepspeed/runtime/zero/stage_1_and_2.py", 1900): "return bool(overflow.item())",
+    ("/home/me/model_def.py", 47): "        items = self.items()\n",
+}
+CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...], Wait, str]] = {
+    # name: calls of the training thread, calls of another thread, wait, collective
+    "collective": (BARRIER, (), Wait.RANKS, "barrier"),
+    "collective below wrappers": (WRAPPED_REDUCE, (), Wait.RANKS, "all_reduce"),
+    "collective of a backward hook": (BACKWARD, BARRIER, Wait.RANKS, "barrier"),
+    "gather of ZeRO 3": (GATHER, (), Wait.RANKS, "all_gather"),
+    "background save": ((TRAINS,), (*BARRIER[:2], THREADING), Wait.UNKNOWN, ""),
+    "flush of reports": (FLUSHES, SENDS, Wait.MASTER, ""),
+    "reports beside training": ((TRAINS,), SENDS, Wait.UNKNOWN, ""),
+    "loader": ((LOADER, f"{SITE}/dstrial/loop/data/training.py:40 __next__", TRAINS), (), Wait.DATA, ""),
+    "data set in the rank": ((RECORDS, FETCH, TRAINS), (), Wait.DATA, ""),
+    "read of a data set": (
+        ("/usr/lib/python3.12/socket.py:720 readinto", RECORDS, FETCH, TRAINS),
+        (),
+        Wait.DATA,
+        "",
+    ),
+    "synchronize": ((f"{SITE}/torch/cuda/__init__.py:1040 synchronize", TRAINS), (), Wait.DEVICE, ""),
+    "item of the user": (("/home/me/model_def.py:45 train_batch",), (), Wait.DEVICE, ""),
+    "item of DeepSpeed": (
+        (f"{SITE}/deepspeed/runtime/zero/stage_1_and_2.py:1900 has_overflow", TRAINS),
+        (),
+        Wait.DEVICE,
+        "",
+    ),
+    "collective that synchronizes": (
+        (f"{SITE}/torch/cuda/streams.py:100 synchronize", *BARRIER),
+        (),
         Wait.RANKS,
-        "all_reduce",
-        "train_batch (model_def.py:40)",
-    )
+        "barrier",
+    ),
+    "items of a dictionary": (("/home/me/model_def.py:47 train_batch",), (), Wait.UNKNOWN, ""),
+}
 
 
-def test_collective_in_backward_thread_counts_as_rank_wait() -> None:
-    backward = dump(
-        f"{SITE}/torch/autograd/graph.py:841 _engine_run_backward", "/home/me/model_def.py:40 train_batch"
-    )
-    hook = dump(BARRIER[0], head="Thread 0x00007f03 (most recent call first):\n")
-    place = place_of(parse_stacks(hook + backward), 0x7F01)
+@pytest.mark.parametrize("case", CASES)
+def test_wait_is_found_in_stacks(case: str) -> None:
+    frames, others, wait, operation = CASES[case]
+    text = dump(*others, head=OTHER) + dump(*frames)
+    place = place_of(parse_stacks(text), 0x7F01, lambda file, line: LINES.get((file, line), ""))
     assert place is not None
-    assert place.wait is Wait.RANKS
-
-
-def test_report_flush_takes_wait_of_writer_thread() -> None:
-    writer = dump(
-        "/usr/lib/python3.12/ssl.py:1166 read",
-        f"{SITE}/determined/common/api/_session.py:120 _do_request",
-        f"{SITE}/dstrial/loop/metric_sinks.py:227 _run",
-        "/usr/lib/python3.12/threading.py:1012 run",
-        head="Thread 0x00007f03 (most recent call first):\n",
-    )
-    flush = dump(
-        "/usr/lib/python3.12/threading.py:359 wait",
-        f"{SITE}/dstrial/loop/metric_sinks.py:260 flush",
-        f"{SITE}/dstrial/loop/loop.py:360 _train",
-    )
-    place = place_of(parse_stacks(writer + flush), 0x7F01)
-    assert place is not None
-    assert place.wait is Wait.MASTER
-
-    training = dump("/home/me/model_def.py:40 train_batch", f"{SITE}/dstrial/loop/loop.py:360 _train")
-    place = place_of(parse_stacks(writer + training), 0x7F01)
-    assert place is not None
-    assert place.wait is Wait.UNKNOWN
-
-
-def test_background_save_is_not_wait_of_training() -> None:
-    save = dump(
-        *BARRIER[:2],
-        "/usr/lib/python3.12/threading.py:1012 run",
-        "/usr/lib/python3.12/threading.py:1075 _bootstrap_inner",
-        head="Thread 0x00007f03 (most recent call first):\n",
-    )
-    place = place_of(parse_stacks(save + dump("/home/me/model_def.py:40 train_batch")), 0x7F01)
-    assert place is not None
-    assert place.wait is Wait.UNKNOWN
-
-
-@pytest.mark.parametrize(
-    "frames",
-    [
-        (
-            f"{SITE}/torch/utils/data/dataloader.py:1275 _try_get_data",
-            f"{SITE}/dstrial/loop/data/training.py:40 __next__",
-        ),
-        ("/home/me/records.py:12 __getitem__", f"{SITE}/torch/utils/data/_utils/fetch.py:54 fetch"),
-        (
-            "/usr/lib/python3.12/socket.py:720 readinto",
-            "/home/me/records.py:12 read",
-            f"{SITE}/torch/utils/data/_utils/fetch.py:54 fetch",
-        ),
-    ],
-)
-def test_loader_frames_are_wait_for_data(frames: tuple[str, ...]) -> None:
-    place = place_of(parse_stacks(dump(*frames, "/home/me/model_def.py:30 train_batch")), 0x7F01)
-    assert place is not None
-    assert place.wait is Wait.DATA
+    assert (place.wait, place.operation) == (wait, operation)
+    assert place.gathers_weights == (frames is GATHER)
+    if TRAINS in frames and RECORDS not in frames:
+        assert place.call == "train_batch (model_def.py:40)"
 
 
 def test_invalid_stack_dump_has_no_place() -> None:
@@ -178,57 +165,3 @@ def test_signal_dumps_stacks_without_ending_blocked_rank(tmp_path: Path) -> None
             wait_for(lambda: getattr(read_state(process.pid), "is_stopped", False))
         finally:
             process.kill()
-
-
-SYNCHRONIZE = dump(
-    f"{SITE}/torch/cuda/__init__.py:1040 synchronize",
-    f"{SITE}/deepspeed/accelerator/cuda_accelerator.py:80 synchronize",
-    "/home/me/model_def.py:44 train_batch",
-)
-ITEM = dump("/home/me/model_def.py:45 train_batch", f"{SITE}/dstrial/loop/loop.py:360 _train")
-OVERFLOW = dump(
-    f"{SITE}/deepspeed/runtime/zero/stage_1_and_2.py:1900 has_overflow",
-    "/home/me/model_def.py:46 train_batch",
-)
-LINES = {
-    ("/home/me/model_def.py", 45): "        total += loss.item()\n",
-    (f"{SITE}/deepspeed/runtime/zero/stage_1_and_2.py", 1900): "return bool(overflow.item())",
-    ("/home/me/model_def.py", 47): "        items = self.items()\n",
-}
-
-
-def line_of(file: str, line: int) -> str:
-    return LINES.get((file, line), "")
-
-
-@pytest.mark.parametrize("text", [SYNCHRONIZE, ITEM, OVERFLOW])
-def test_reading_device_value_is_wait_for_device(text: str) -> None:
-    place = place_of(parse_stacks(text), 0x7F01, line_of)
-    assert place is not None
-    assert place.wait is Wait.DEVICE
-    assert place.call.startswith("train_batch (model_def.py:4")
-
-
-def test_collective_takes_precedence_over_device_synchronization() -> None:
-    """Other source lines, such as `self.items()`, are no wait for a device."""
-    both = dump(f"{SITE}/torch/cuda/streams.py:100 synchronize", *BARRIER)
-    place = place_of(parse_stacks(both), 0x7F01, line_of)
-    assert place is not None
-    assert (place.wait, place.operation) == (Wait.RANKS, "barrier")
-    for number in (47, 48):
-        place = place_of(parse_stacks(dump(f"/home/me/model_def.py:{number} train_batch")), 0x7F01, line_of)
-        assert place is not None
-        assert place.wait is Wait.UNKNOWN
-
-
-def test_zero3_weight_gather_is_recognized() -> None:
-    gather = (
-        f"{SITE}/deepspeed/runtime/zero/partition_parameters.py:120 wait",
-        f"{SITE}/deepspeed/utils/nvtx.py:20 wrapped_fn",
-        f"{SITE}/deepspeed/runtime/zero/partitioned_param_coordinator.py:300 fetch_sub_module",
-        "/home/me/model_def.py:31 forward",
-    )
-    for frames, is_gather in ((gather, True), (BARRIER, False)):
-        place = place_of(parse_stacks(dump(*frames)), 0x7F01)
-        assert place is not None
-        assert (place.wait, place.gathers_weights) == (Wait.RANKS, is_gather)

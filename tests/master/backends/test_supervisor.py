@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 from rows import allocation_request
-from stubborn_trees import make_deep, nobody_changes
+from stubborn_trees import nobody_changes
 from tmp_cleaner import clean
 from waiting import wait_for
 
@@ -123,20 +122,14 @@ def test_output_flood_is_bounded_keeping_both_ends(
     started = run([sys.executable, "-c", program], log_bytes=2**20)
 
     assert ended(started).exit_code == 0
-    taken = sum(path.stat().st_size for path in started[0].glob("output.log*"))
-    assert taken < 2**21, "what is read at once of the pipe is written whole"
-    texts: list[str] = []
-    offset = num_lost = 0
-    while (read := read_lines(started[0], offset, 10**8, num_lines=num_lost + len(texts))).end > offset:
-        num_lost += read.num_lost
-        texts += [line.text.rstrip("\n") for line in read.lines]
-        offset = read.end
-    assert texts[0] == "line 000000"
-    assert texts[-1] == "line 199999"
-    assert len(texts) + num_lost == 200_000
-    assert num_lost > 100_000
-    # The remaining lines are complete, unique and in order.
-    assert texts == sorted(set(texts))
+    assert (started[0] / "output.log").stat().st_size < 2**21 + 2**19
+    texts = [text.rstrip("\n") for _, text in printed(started[0])]
+    lines = [text for text in texts if text.startswith("line ")]
+    assert (lines[0], lines[-1]) == ("line 000000", "line 199999")
+    assert lines == sorted(set(lines)), "the remaining lines are complete, unique and in order"
+    (left_out,) = [text for text in texts if text.endswith("lines are left out here")]
+    assert len(lines) + int(left_out.split()[0]) == 200_000
+    assert texts.index("the log has reached its size limit: only its end is added") < texts.index(left_out)
 
 
 def test_temporary_directory_in_use_survives_cleaner(
@@ -194,14 +187,9 @@ def test_find_checks_record_and_kill_needs_none(run: Callable[..., Started]) -> 
     wait_for(record.exists)
     assert local.find(directory) == handle
 
-    with subprocess.Popen(["sleep", "3546"]) as other:
-        of_other = json.dumps({"pid": other.pid, "start_time": start_time(other.pid)})
-        try:
-            for forged in (of_other, "{}", '{"pid": "1", "start_time": 1}', "no JSON"):
-                record.write_text(forged)
-                assert local.find(directory) is None
-        finally:
-            other.kill()
+    for damaged in (json.dumps({"pid": handle.pid, "start_time": "another"}), "{}", "no JSON"):
+        record.write_text(damaged)
+        assert local.find(directory) is None
     record.unlink()
     assert local.find(directory) is None
 
@@ -261,122 +249,23 @@ def test_deepspeed_command_gets_own_master_port(run: Callable[..., Started], tmp
     assert second == "--master_port 5 x\n"
 
 
-def promptly(ask: Callable[[], Any]) -> Any:
-    """Return the result of ``ask()``, which must not block on a pipe, within 10 s."""
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(ask()), daemon=True)
-    thread.start()
-    thread.join(10)
-    assert found, "no answer"
-    return found[0]
-
-
-FORGED = '{"exit_code": 0, "signal": null, "time_us": 1}'
-
-
-@pytest.mark.parametrize("forged", [f"echo '{FORGED}' > exit.json", "mkfifo exit.json"])
-def test_exit_record_of_running_trial_is_ignored(run: Callable[..., Started], forged: str) -> None:
-    directory, handle = run(f"cd $DSTRIAL_ALLOCATION_DIR && {forged}; sleep 3541; exit 3")
-    wait_for(lambda: living("3541"))
-
-    assert promptly(lambda: [local.poll_exit(directory, handle)]) == [None]
-    for pid in living("3541"):
-        os.kill(pid, signal.SIGTERM)
-
-    assert promptly(lambda: ended((directory, handle))).exit_code == 3
-
-
-def _change(old: str, new: str) -> Callable[[Path], object]:
-    return lambda path: path.write_text(FORGED.replace(old, new))
-
-
-FORGERIES: dict[str, Callable[[Path], object]] = {
-    "pipe": os.mkfifo,
-    "directory": Path.mkdir,
-    "link": lambda path: path.symlink_to("/dev/zero"),
-    "empty object": lambda path: path.write_text("{}"),
-    "text": lambda path: path.write_text("no JSON"),
-    "deep": lambda path: path.write_text("[" * 100_000),
-    "other types": _change("0,", '"0",'),
-    "a truth value": _change("0,", "true,"),
-    "a huge number": _change("0,", f"1{'0' * 30},"),
-    "a huge file": _change("1}", "1}" + " " * (1 << 24)),
-}
-
-
-@pytest.mark.exhaustive("[pipe]", "[empty object]", "[a huge number]")
-@pytest.mark.parametrize("how", FORGERIES)
+@pytest.mark.parametrize("content", ["no JSON", "{}"])
 def test_invalid_exit_record_means_failed_allocation(
-    run: Callable[..., Started], caplog: pytest.LogCaptureFixture, how: str
+    run: Callable[..., Started], caplog: pytest.LogCaptureFixture, content: str
 ) -> None:
     directory, handle = run("echo begun; setsid sleep 3542")
     wait_for(lambda: living("3542"))
     os.kill(handle.pid, signal.SIGKILL)
     wait_for(lambda: not local.is_alive(handle))
-    FORGERIES[how](directory / "exit.json")
+    (directory / "exit.json").write_text(content)
 
-    exit_ = promptly(lambda: local.poll_exit(directory, handle))
+    exit_ = local.poll_exit(directory, handle)
 
+    assert exit_ is not None
     assert (exit_.was_lost, exit_.exit_code) == (False, 1)
     assert living("3542") == []
     (line,) = [record.message for record in caplog.records]
     assert str(directory / "exit.json") in line
-
-
-def test_future_exit_record_time_is_clamped_to_now(run: Callable[..., Started]) -> None:
-    directory, handle = run("true")
-    assert ended((directory, handle)).exit_code == 0
-    (directory / "exit.json").write_text(FORGED.replace("1}", f"{2**63 - 1}}}"))
-
-    exit_ = ended((directory, handle))
-
-    assert exit_.exit_code == 0
-    assert exit_.time_us <= time.time_ns() // 1000
-
-
-@pytest.mark.parametrize("forged", ['{"marker": "none"}', None])
-def test_kill_ignores_forged_or_missing_spec(run: Callable[..., Started], forged: str | None) -> None:
-    directory, handle = run("setsid sleep 3544")
-    wait_for(lambda: living("3544"))
-    os.kill(handle.pid, signal.SIGKILL)
-    wait_for(lambda: not local.is_alive(handle))
-    (directory / "spec.json").unlink()
-    if forged is not None:
-        (directory / "spec.json").write_text(forged)
-
-    local.kill(handle, directory)
-
-    assert living("3544") == []
-
-
-def test_named_pipes_do_not_block_supervisor(run: Callable[..., Started]) -> None:
-    # Log parts are named by bytes and lines; a pipe occupies the name of every part.
-    names = [".exit.json.new", *(f"output.log.{count * 22}.{count}" for count in range(1, 60))]
-    started = run(
-        [
-            "bash",
-            "-c",
-            f"cd $DSTRIAL_ALLOCATION_DIR; mkfifo {' '.join(names)}; for i in {{1..50}}; do echo 12; sleep 0.01; done; exit 5",
-        ],
-        log_bytes=8 * 240,
-    )
-
-    exit_ = promptly(lambda: ended(started))
-
-    assert exit_.exit_code == 5
-    assert promptly(lambda: len(printed(started[0]))) == 50
-
-
-@pytest.mark.parametrize("path", [".", "output.log"])
-def test_supervisor_without_write_access_ends(run: Callable[..., Started], path: str) -> None:
-    directory, handle = run("until [ -e gate ]; do sleep 0.02; done; seq 100000; exit 5")
-    wait_for(lambda: (directory / "output.log").exists())
-
-    with nobody_changes(directory / path):
-        (directory / "workdir" / "gate").touch()
-        exit_ = ended((directory, handle))
-
-    assert (exit_.was_lost, exit_.exit_code) == ((True, 137) if path == "." else (False, 5))
 
 
 def test_begun_checkpoints_returns_only_uuids(tmp_path: Path) -> None:
@@ -386,10 +275,6 @@ def test_begun_checkpoints_returns_only_uuids(tmp_path: Path) -> None:
     for name in (uuid, "datasets", ".hidden"):
         (saving / name).touch()
     assert local.begun_checkpoints(tmp_path) == [uuid]
-
-    saving.rename(tmp_path / "elsewhere")
-    saving.symlink_to(tmp_path / "elsewhere")
-    assert local.begun_checkpoints(tmp_path) == []
 
 
 def test_harness_files_stay_in_allocation_directory(run: Callable[..., Started], tmp_path: Path) -> None:
@@ -414,41 +299,17 @@ print([oct(stat.S_IMODE(os.stat(sys.argv[1] + part).st_mode)) for part in ("/new
     ]
 
 
-def test_remove_deletes_readonly_deep_files_but_nothing_else(
-    run: Callable[..., Started], tmp_path: Path
-) -> None:
+def test_remove_deletes_readonly_files(run: Callable[..., Started]) -> None:
     started = run(
         "mkdir -p $TMPDIR/a/b locked && touch $TMPDIR/a/b/c && chmod 500 $TMPDIR/a/b $TMPDIR/a locked; echo $TMPDIR"
     )
     ended(started)
     temporary = Path(printed(started[0])[-1][1].strip())
-    make_deep(temporary / "deep")
-    make_deep(started[0] / "deep")
-    (tmp_path / "mine").mkdir()
-    (started[0] / "spec.json").write_text(json.dumps({"temporary_directory": str(tmp_path / "mine")}))
 
     local.remove(started[0])
 
     assert not temporary.exists()
     assert not started[0].exists()
-    assert (tmp_path / "mine").exists()
-
-
-def test_remove_linked_temporary_directory_keeps_parent_mode(
-    run: Callable[..., Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    shared.chmod(0o1777)
-    monkeypatch.setattr(tempfile, "tempdir", str(shared))
-    started = run("mkdir there && rmdir $TMPDIR && ln -s $PWD/there $TMPDIR")
-    assert ended(started).exit_code == 0
-    assert [path.is_symlink() for path in shared.iterdir()] == [True]
-
-    local.remove(started[0])
-
-    assert shared.stat().st_mode & 0o7777 == 0o1777
-    assert list(shared.iterdir()) == []
 
 
 def test_remove_failure_is_logged_without_raising(

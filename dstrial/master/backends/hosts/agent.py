@@ -35,9 +35,9 @@ from dstrial.master.backends import local, supervisor, task_venv
 from dstrial.master.backends.backend import SupervisorHandle
 from dstrial.master.backends.devices import Slot, find_slots
 from dstrial.master.backends.environment import choose_ports
-from dstrial.master.backends.fork_servers import ForkServers, ForkSettings
+from dstrial.master.backends.fork_servers import ForkServers
 from dstrial.master.backends.hosts.streams import Streams, account_of
-from dstrial.master.backends.log_file import log_paths
+from dstrial.master.backends.log_file import LOG_NAME
 from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.state_directory import StateDirectory
 from dstrial.master.trial_files import open_regular, read_json
@@ -55,8 +55,7 @@ _output = threading.Lock()
 class _Run:
     directory: Path
     handle: SupervisorHandle | None
-    # number of bytes sent of each log file; None until the master requests the log
-    sent: dict[str, int] | None = None
+    sent: int | None = None  # number of bytes sent of the log; None until the master requests the log
     mirrored: dict[str, str] = dataclasses.field(default_factory=dict)  # last sent content of ``MIRRORED``
     is_reported: bool = False  # whether the allocation's exit was sent
 
@@ -104,8 +103,9 @@ class Agent:
                 f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}). Ask for a device for each slot"
             )
         self._fork_servers = ForkServers(
-            ForkSettings(is_on=hello["is_warm"], idle_timeout_s=hello["warm_idle_timeout_s"]),
             self._directory / f"fork-server{self._suffix}.log",
+            is_on=hello["is_warm"],
+            idle_timeout_s=hello["warm_idle_timeout_s"],
         )
         self._streams = Streams(_send)
         self._listener = self._listen()
@@ -188,7 +188,7 @@ class Agent:
         if run is None:
             return
         if what == "follow":
-            run.sent = dict(request["sizes"])
+            run.sent = int(request["size"])
         elif what == "stop" and run.handle is not None:
             local.terminate(run.handle)
         elif what == "kill":
@@ -249,7 +249,7 @@ class Agent:
                 watch={"lease": str(self._lease), "agent": str(self._record) if self._suffix else None},
             )
             with self._lock:
-                run = self._runs[name] = _Run(asked.directory, None, sent={})
+                run = self._runs[name] = _Run(asked.directory, None, sent=0)
                 run.handle = local.start(asked.directory, self._fork_servers)
         except Exception as error:  # noqa: BLE001  # reported to the master
             if not isinstance(error, (DstrialError, OSError)):
@@ -324,20 +324,14 @@ class Agent:
 
     def _send_log(self, name: str, run: _Run) -> None:
         assert run.sent is not None
-        parts = [path.name for path in log_paths(run.directory)]
-        for part in [part for part in run.sent if part not in parts]:
-            del run.sent[part]
-            self._send_file(name, part, None)
-        for part in parts:
-            with (
-                contextlib.suppress(FileNotFoundError, ValueError),
-                open_regular(run.directory / part) as file,
-            ):
-                file.seek(run.sent.get(part, 0))
-                while data := file.read(_CHUNK_BYTES):
-                    at = run.sent.get(part, 0)
-                    run.sent[part] = at + len(data)
-                    self._send_file(name, part, data, at)
+        with (
+            contextlib.suppress(FileNotFoundError, ValueError),
+            open_regular(run.directory / LOG_NAME) as file,
+        ):
+            file.seek(run.sent)
+            while data := file.read(_CHUNK_BYTES):
+                self._send_file(name, LOG_NAME, data, run.sent)
+                run.sent += len(data)
 
     def _send_mirrored(self, name: str, run: _Run) -> None:
         for file in MIRRORED:

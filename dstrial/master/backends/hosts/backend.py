@@ -14,12 +14,11 @@ from dstrial.file_writes import remove_tree
 from dstrial.hosts.hostfile import Host
 from dstrial.master.backends.backend import (
     AllocationExit,
+    Backend,
     Node,
     NodeAllocation,
     NodeExit,
-    Note,
     Output,
-    OwnNodes,
     RunRef,
     SupervisorHandle,
 )
@@ -33,7 +32,7 @@ _BEGIN_S = 8.0
 _EXIT_GRACE_S = 5.0  # grace period in which ranks on other nodes may exit after a node has failed
 
 
-class LinkedBackend(abc.ABC):
+class LinkedBackend(Backend, abc.ABC):
     """Base of back ends that run allocations on other nodes.
 
     A link (``HostLink``) is the connection to a node's agent. Allocations without slots run on the master's machine.
@@ -44,9 +43,6 @@ class LinkedBackend(abc.ABC):
         self._status = StatusFile(state_dir / HOSTS_NAME)
         # Allocations that are being killed because a node failed -> the exit of an unreachable node, else None.
         self._terminating: dict[str, NodeExit | None] = {}
-
-    @abc.abstractmethod
-    def nodes(self) -> tuple[Node, ...]: ...
 
     @abc.abstractmethod
     def _link_to(self, run: RunRef, on_node: NodeAllocation) -> HostLink | None:
@@ -160,7 +156,7 @@ class LinkedBackend(abc.ABC):
         ordered = sorted(pairs, key=lambda pair: _failure_order(pair[1][1]))
         return tuple(Output(on_node.node_id, self._mirror(run, on_node)) for on_node, _ in ordered)
 
-    def notes(self, run: RunRef) -> Sequence[Note]:
+    def notes(self, run: RunRef) -> Sequence[str]:
         links = [self._link_to(run, on_node) for on_node in run.allocated]
         return [note for link in links if link is not None for note in link.take_notes(run.allocation_id)]
 
@@ -207,7 +203,7 @@ class LinkedBackend(abc.ABC):
         )
 
 
-class HostsBackend(OwnNodes, LinkedBackend):
+class HostsBackend(LinkedBackend):
     """Runs allocations with slots on the hosts of a hostfile (node id -> host).
 
     ``notify`` wakes the scheduler; it is called from any thread.

@@ -34,9 +34,10 @@ from dstrial.hosts.transport import (
     last_line,
     remote_environment,
 )
-from dstrial.master.backends.backend import Cause, Node, NodeExit, Note, SupervisorHandle
+from dstrial.master.backends.backend import Cause, Node, NodeExit, SupervisorHandle
 from dstrial.master.backends.devices import Slot
 from dstrial.master.backends.hosts.streams import Streams
+from dstrial.master.backends.log_file import LOG_NAME
 from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.clock import now_us
 from dstrial.master.store.nodes import slot_id_of
@@ -46,10 +47,7 @@ from dstrial.visible_text import visible_line
 logger = logging.getLogger("dstrial.master.hosts")
 
 _AGENT = "dstrial.master.backends.hosts.agent"
-_RETRY_S = 0.5  # interval of attempts to connect, in the first `_FAST_RETRIES_S` of a disconnect
-_FAST_RETRIES_S = 60.0
-_SLOW_RETRY_S = 5.0  # interval of later attempts
-_LOG_PERIOD_S = 600.0  # least interval of log lines about a host that stays down
+_RETRY_S = 1.0  # interval of attempts to connect
 _RECONNECT_GRACE_S = 4.0  # time after a disconnect before a host is lost: only its agent may have ended
 _HELLO_TIMEOUT_S = 30.0  # timeout of an agent's start, which imports dstrial
 _LEAVE_S = 2.0  # timeout for an agent to delete its files
@@ -93,7 +91,7 @@ class RemoteRun:
     is_stopping: bool = False
     kill: bool | None = None  # ``leaves_record`` of the requested kill; None if none was requested
     is_sent: bool = False  # whether the agent may have received the request
-    notes: list[Note] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
 
 
 class HostLink:
@@ -141,7 +139,6 @@ class HostLink:
         self._was_silent = False
         self._may_be_cut_off = False  # whether the disconnected host may still run
         self._lost_reason: str | None = None  # why the job has lost the host
-        self._logged_s = -_LOG_PERIOD_S
         self._is_closing = threading.Event()
         self.has_tried = threading.Event()
         """Set after the first attempt to connect, successful or not."""
@@ -206,7 +203,7 @@ class HostLink:
             self._end_if_lease_over(run)
             return dataclasses.replace(run)
 
-    def take_notes(self, name: str) -> list[Note]:
+    def take_notes(self, name: str) -> list[str]:
         with self._lock:
             run = self._runs.get(name)
             if run is None or not run.notes:
@@ -319,8 +316,7 @@ class HostLink:
                 why = "not usable: the master failed to connect to it; see `dstrial logs`"
             self._mark_down(why)
             self.has_tried.set()
-            down_s = time.monotonic() - self._down_s
-            self._is_closing.wait(_RETRY_S if down_s < _FAST_RETRIES_S else _SLOW_RETRY_S)
+            self._is_closing.wait(_RETRY_S)
 
     def _mark_down(self, why: str) -> None:
         is_wanted = not self._is_closing.is_set() and not self._is_released
@@ -329,7 +325,6 @@ class HostLink:
             if was_up:
                 self._down_s = time.monotonic()
                 self._since_us = now_us()
-            changed = why != self._why_down
             self._why_down = why
             if is_wanted and (was_up or not self.has_tried.is_set()):
                 for run in self._runs.values():
@@ -339,9 +334,7 @@ class HostLink:
                             f"is lost: {why}" if was_up else f"cannot be reached: {why}. {_ORPHAN_NOTICE}",
                         )
         self._streams.close()
-        now_s = time.monotonic()
-        if is_wanted and (was_up or (changed and now_s > self._logged_s + _LOG_PERIOD_S)):
-            self._logged_s = now_s
+        if is_wanted and (was_up or not self.has_tried.is_set()):
             logger.warning("%s is down: %s", self.host.name, why)
         if was_up:
             self._notify()
@@ -466,7 +459,7 @@ class HostLink:
             run.request = None
             if found:
                 run.handle = SupervisorHandle(int(found["pid"]), str(found["start_time"]))
-            self._send({"do": "follow", "id": name, "sizes": _sizes(run.mirror)})
+            self._send({"do": "follow", "id": name, "size": _log_size(run.mirror)})
             if run.is_stopping:
                 self._send({"do": "stop", "id": name})
         elif run.request is not None and run.kill is None:
@@ -524,7 +517,7 @@ class HostLink:
         self._notify()
 
     def _note(self, run: RemoteRun, what: str) -> None:
-        run.notes.append(Note(f"{self.host.name} ({run.ranks}) {what}", "WARNING"))
+        run.notes.append(f"{self.host.name} ({run.ranks}) {what}")
 
     def _open_stream(self, number: int) -> None:
         try:
@@ -552,8 +545,9 @@ def _write_mirror(mirror: Path, frame: Mapping[str, Any]) -> None:
             file.write(data[skipped:])
 
 
-def _sizes(mirror: Path) -> dict[str, int]:
-    return {path.name: path.stat().st_size for path in mirror.glob("output.log*")}
+def _log_size(mirror: Path) -> int:
+    path = mirror / LOG_NAME
+    return path.stat().st_size if path.exists() else 0
 
 
 def _file_name(name: str) -> str:

@@ -30,7 +30,6 @@ from dstrial.visible_text import visible_line
 
 _PREFIX = "dstrial"  # first word of placement groups' names
 _CONNECT_S = 40.0  # timeout of an actor's start and the agent's answer
-_SHOWN_NODES = 8  # nodes named in a message
 _SHOWN_DIGITS = 8  # leading digits of a placement group's id in a message
 
 
@@ -59,7 +58,6 @@ class RayEngine:
         self._cluster_id = cluster_id
         self._num_free = 0
         self._nodes: Sequence[RayNode] = ()  # usable nodes at the last poll; any thread may read
-        self._places: dict[str, tuple[str, ...]] = {}  # group -> nodes on which its bundles were created
 
     def nodes(self) -> Mapping[str, NodeCapacity]:
         """Return the slots of each node: GPUs, or CPU cores if no node has a GPU."""
@@ -95,9 +93,8 @@ class RayEngine:
         nodes = usable(parse_nodes(self._bridge.ask("poll")))
         bundles = bundles_for(request, nodes)
         if isinstance(bundles, Refusal):
-            slots = _slots(request.num_slots, GPU if request.wants_devices else CPU)
             raise EngineRefusedError(
-                f"{request.key} asks Ray for {slots} ({bundles.key}); expected {bundles.expected}. {bundles.fix}"
+                f"{request.key} asks Ray for {request.num_slots} slots; expected {bundles.expected}. {bundles.fix}"
             )
         try:
             answer = self._bridge.ask(
@@ -127,9 +124,7 @@ class RayEngine:
         for group in parse_groups(seen):
             key = key_of(group.name, self._cluster_id)
             if key is not None and group.state != "REMOVED":
-                if group.state == "CREATED":
-                    self._places.setdefault(group.id, group.node_ids)
-                job = job_of(group, key, nodes, self._places.get(group.id, ()))
+                job = job_of(group, key, nodes)
                 found.append(job)
                 if job.state == "ended":
                     self.cancel(job.id)
@@ -138,7 +133,6 @@ class RayEngine:
     def cancel(self, job_id: str) -> None:
         """Remove the placement group, which ends its actors and their programs."""
         self._bridge.ask("remove", id=job_id)
-        self._places.pop(job_id, None)  # only after the removal, as `jobs` compares with it
 
     def transport(self, job_id: str) -> Transport:
         return RayTransport(job_id, self._bridge.socket)
@@ -235,34 +229,37 @@ def bundles_for(request: JobRequest, nodes: Sequence[RayNode]) -> list[dict[str,
     most = max(counts, default=0) if request.is_on_one_node else sum(counts)
     where = "on one node" if request.is_on_one_node else "on all nodes together"
     excluded = ", ".join(sorted(request.excluded_nodes))
-    without = f"; {excluded} must not be used" if excluded else ""
+    without = f" without {excluded}" if excluded else ""
     return Refusal(
         "resources.slots_per_trial",
         str(request.num_slots),
-        f"at most {most}, which the nodes of the Ray cluster have {where} ({_amounts(nodes, kind)}{without})",
+        f"at most {most}, which the nodes of the Ray cluster have {where}{without}",
         "Lower it, or start Ray on more nodes.",
         is_for_nodes=True,
     )
 
 
-def job_of(group: RayGroup, key: str, nodes: Sequence[RayNode], first: Sequence[str] = ()) -> EngineJob:
+def job_of(group: RayGroup, key: str, nodes: Sequence[RayNode]) -> EngineJob:
     """Return the state of a placement group as a job with a request's ``key``.
 
-    ``nodes`` are all nodes of Ray. ``first`` are the nodes on which the bundles were created, empty if unknown: Ray moves a
-    dead node's bundle, and reports only the new node.
+    ``nodes`` are all nodes of Ray. A group with a dead node has ended, although Ray moves the node's bundle.
     """
     kind = GPU if any(GPU in bundle for bundle in group.bundles) else CPU
     counts = [int(bundle.get(kind, 0)) for bundle in group.bundles]
     known = {node.id: node for node in nodes}
     begin = f"placement group {group.id[:_SHOWN_DIGITS]}"
-    dead = [known[one] for one in first or group.node_ids if one in known and not known[one].is_alive]
-    has_moved = group.state == "RESCHEDULING" or tuple(first) not in ((), group.node_ids)
-    if has_moved or (dead and group.state == "CREATED"):
-        why = "; ".join(f"{node.name} is dead{_reason(node)}" for node in dead)
+    dead = [known[one] for one in group.node_ids if one in known and not known[one].is_alive]
+    if group.state == "RESCHEDULING" or (dead and group.state == "CREATED"):
+        why = "; ".join(
+            " ".join(f"{node.name} is dead: {node.death_reason or 'no reason'}".split()) for node in dead
+        )
         return EngineJob(group.id, key, "ended", f"{begin}: ended ({why or 'one of its nodes is gone'})")
     if group.state != "CREATED":
         return EngineJob(
-            group.id, key, "pending", f"{begin}: pending ({_pending_reason(counts, kind, nodes)})"
+            group.id,
+            key,
+            "pending",
+            f"{begin}: pending (asks for {' + '.join(map(str, counts))} {kind}; {num_free(nodes, kind)} free)",
         )
     found = [known[one] for one in group.node_ids if one in known]
     parts = tuple(Part(node.name, count) for node, count in zip(found, counts, strict=True))
@@ -272,33 +269,3 @@ def job_of(group: RayGroup, key: str, nodes: Sequence[RayNode], first: Sequence[
         text = f"{begin}: leaving (Ray drains {', '.join(leaving)})"
         return EngineJob(group.id, key, "leaving", text, parts)
     return EngineJob(group.id, key, "running", f"{begin}: running on {names}", parts)
-
-
-def _pending_reason(counts: Sequence[int], kind: str, nodes: Sequence[RayNode]) -> str:
-    sizes = sorted(set(counts), reverse=True)
-    wanted = ", ".join(f"{_slots(size, kind)} on {_nodes(counts.count(size))}" for size in sizes)
-    return f"asks for {wanted}; free now: {_amounts(usable(nodes), kind, is_free=True)}"
-
-
-def _amounts(nodes: Sequence[RayNode], kind: str, *, is_free: bool = False) -> str:
-    shown = [
-        f"{node.name} {int(node.free.get(kind, 0))} of {node.num_slots(kind)}"
-        if is_free
-        else f"{node.name} {node.num_slots(kind)}"
-        for node in nodes[:_SHOWN_NODES]
-    ]
-    rest = len(nodes) - len(shown)
-    return ", ".join(shown + ([f"and {rest} others"] if rest else [])) or "none"
-
-
-def _slots(count: int, kind: str) -> str:
-    return f"{count} {kind}" + ("s" if count != 1 else "")
-
-
-def _nodes(count: int) -> str:
-    return "one node" if count == 1 else f"each of {count} nodes"
-
-
-def _reason(node: RayNode) -> str:
-    text = " ".join(node.death_reason.split())
-    return f": {text}" if text else ""

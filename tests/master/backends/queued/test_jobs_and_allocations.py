@@ -22,7 +22,7 @@ from dstrial.master.backends.engine import (
     NodeCapacity,
     Part,
 )
-from dstrial.master.backends.fork_servers import ForkServers, ForkSettings
+from dstrial.master.backends.fork_servers import ForkServers
 from dstrial.master.backends.hosts.link import AgentSettings
 from dstrial.master.backends.local import LocalBackend
 from dstrial.master.backends.queued.backend import QueuedBackend
@@ -112,7 +112,7 @@ class Made:
 @pytest.fixture
 def made(tmp_path: Path) -> Iterator[Made]:
     engine, told = InMemory(), threading.Event()
-    servers = ForkServers(ForkSettings(is_on=False, idle_timeout_s=1.0), tmp_path / "log")
+    servers = ForkServers(tmp_path / "log", is_on=False)
     backend = QueuedBackend(
         LocalBackend("here", (), servers),
         engine,
