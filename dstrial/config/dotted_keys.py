@@ -16,7 +16,6 @@ from dstrial.config.diagnostics import (
     dotted,
     key_path,
     nested_form,
-    render,
 )
 from dstrial.config.documents import Document, check_value, parse_yaml_value
 from dstrial.errors import ConfigError, ConfigProblem
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 _HOLDERS = ("deepspeed_config", "overwrite_deepspeed_args")
 _FREE = ("hyperparameters", "data")
-_OVERWRITES = ("hyperparameters", "overwrite_deepspeed_args")
 
 
 def value_at(config: Any, path: str | KeyPath, default: Any = None) -> Any:
@@ -66,33 +64,16 @@ def nested(overwrite: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_dotted_names(hyperparameters: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Record hyperparameters with dots in their names, which DeepSpeed never reads.
-
-    Also records overwrites that set the same DeepSpeed key twice, nested and dotted, to different values.
-    """
+    """Record hyperparameters such as ``overwrite_deepspeed_args.fp16``: no config has them."""
     for name, value in hyperparameters.items():
         first, dot, rest = name.partition(".")
-        if not (dot and rest):
-            continue
-        if first in _HOLDERS or first.endswith(f"_{_HOLDERS[0]}"):
+        if dot and rest and first.endswith(_HOLDERS):
             findings.problem(
                 ("hyperparameters", name),
                 "one hyperparameter with dots in its name",
                 "keys inside each other",
                 f"Write {nested_form(name.split('.'), value)} instead.",
             )
-        elif _is_section(first, deepspeed_rules().root):
-            whole = nested_form([_HOLDERS[1], *name.split(".")], value)
-            findings.warn(
-                ("hyperparameters", name),
-                f"is a hyperparameter of the script's, which DeepSpeed does not see; for DeepSpeed write {whole}",
-            )
-    overwrite = hyperparameters.get(_HOLDERS[1])
-    for key, value in overwrite.items() if isinstance(overwrite, Mapping) else ():
-        found = value_at(overwrite, str(key)) if "." in str(key) else None
-        if found not in (None, value):
-            got = f"given twice, as {render(value)} and as {render(found)}"
-            findings.problem((*_OVERWRITES, key), got, "once", "Keep the right one.")
 
 
 def _nested(config: Mapping[str, Any], section: Section | None) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Section:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Section:
-        """Build a section from a JSON table in ``deepspeed_tables``."""
+        """Build a section from a JSON table in ``deepspeed_table.json``."""
         return cls({key: _rule_from_table(rule) for key, rule in table["keys"].items()}, table["strict"])
 
 

@@ -173,13 +173,6 @@ CONFIGS: dict[str, tuple[Callable[[], str], str | None]] = {
         _searched(f"name: random, max_trials: 1000000000, max_concurrent_trials: 1000000000, {_SOME}", dict),
         "at most 10000",
     ),
-    "10000 trials of 900 KB at once": (
-        _searched(
-            f"name: random, max_trials: 10000, max_concurrent_trials: 10000, {_SOME}",
-            lambda: {"a": "x" * 900_000},
-        ),
-        "hyperparameters at once",
-    ),
     "40000 wrong keys of the config": (
         _with("".join(f"max_restart{n}: 1\n" for n in range(40_000))),
         "at least 100 places",

@@ -86,7 +86,7 @@ def _check(
     filler: AutoValues | None,
     installed: str | None,
 ) -> CheckResult:
-    rules = deepspeed_rules(installed)
+    rules = deepspeed_rules()
     installed = installed or installed_deepspeed_version() or rules.version
     is_foreign = installed.split("+")[0] != rules.version
     if is_foreign:
