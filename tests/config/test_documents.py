@@ -164,13 +164,7 @@ def test_diagnostics_stop_after_100_problems() -> None:
     assert "exp.yaml is wrong in at least 100 places" in str(refused.value)
 
 
-def test_diagnostics_deduplicate_findings_and_shorten_values() -> None:
-    findings = Diagnostics({}, "exp.yaml")
-    for _ in range(3):
-        findings.problem("a", "1", "2", "Write 2.")
-        findings.warn("a", "is odd")
-        findings.note("a", "is even")
-    assert (len(findings.problems), len(findings.warnings), len(findings.notes)) == (1, 1, 1)
+def test_rendered_value_is_shortened() -> None:
     assert render(list(range(10**6))).startswith("[0, 1, 2, ")
     assert len(render(list(range(10**6)))) == 80
 

@@ -75,7 +75,7 @@ def check_deepspeed(
     except ConfigError as error:
         # The check stopped at the maximum number of problems.
         checked = CheckResult(error.problems, (), {}, None)
-    return dataclasses.replace(checked, warnings=tuple(findings.warnings))
+    return dataclasses.replace(checked, warnings=tuple(dict.fromkeys(findings.warnings)))
 
 
 def _check(
@@ -125,7 +125,7 @@ def _check(
             effective.pop(key, None)
     autos = [dotted(path) for path, value in leaves(config) if value == AUTO]
     filled = {key: f"{filler.name} fills it in" for key in autos if filler and filler.fills_in(key)}
-    return CheckResult(tuple(findings.problems), (), effective, batch, filled=filled)
+    return CheckResult(tuple(dict.fromkeys(findings.problems)), (), effective, batch, filled=filled)
 
 
 def _normalise(config: Mapping[str, Any], findings: Diagnostics) -> dict[str, Any]:
