@@ -12,11 +12,6 @@ from dstrial.testing.master import master_for_test
 pytestmark = [pytest.mark.gpu, needs_cuda]
 
 
-@pytest.mark.parametrize("check", ["contexts", "registrations", "ordering"])
-def test_background_save_check_holds_on_device(tmp_path, check):
-    assert run("state_copy_program.py", check, tmp_path=tmp_path).endswith("held\n")
-
-
 def test_teardown_leaves_no_growth_across_configurations(tmp_path):
     assert "nothing has grown" in run("teardown_program.py", tmp_path=tmp_path)
 
