@@ -418,10 +418,6 @@ def generate() -> dict[str, Any]:
         "deepspeed": deepspeed.__version__,
         "torch": torch.__version__.split("+")[0],
         "root": root,
-        "removed": {
-            "": sorted(removed),
-            "zero_optimization": sorted(getattr(config, "_REMOVED_ZERO_CONFIG_KEYS", ())),
-        },
         "optimizers": _optimizers(),
         "schedulers": _schedulers(),
     }

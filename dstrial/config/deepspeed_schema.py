@@ -1,9 +1,9 @@
 """Read the committed table of DeepSpeed's config keys, and the installed version.
 
 ``tools/generate_deepspeed_rules.py`` generates the table from an installed release; other releases are checked by it with a
-warning. ``root`` describes the top level as a :class:`dstrial.config.keys.Section`. ``removed`` lists the keys that DeepSpeed
-rejects, by section. ``optimizers`` and ``schedulers`` map each type to its parameter names (``params``, absent if any name is
-accepted) and ``required`` parameters, and mark optimizers that DeepSpeed tests with ZeRO.
+warning. ``root`` describes the top level as a :class:`dstrial.config.keys.Section`. ``optimizers`` and
+``schedulers`` map each type to its parameter names (``params``, absent if any name is accepted) and ``required`` parameters, and
+mark optimizers that DeepSpeed tests with ZeRO.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ class DeepSpeedRules:
 
     version: str
     root: Section
-    removed: Mapping[str, tuple[str, ...]]  # rejected keys, by dotted section
     optimizers: Mapping[str, Mapping[str, Any]]  # by name; DeepSpeed's own names in lower case
     schedulers: Mapping[str, Mapping[str, Any]]
 
@@ -39,7 +38,6 @@ def deepspeed_rules() -> DeepSpeedRules:
     return DeepSpeedRules(
         version=table["deepspeed"],
         root=Section.from_table(table["root"]),
-        removed={section: tuple(keys) for section, keys in table["removed"].items()},
         optimizers=table["optimizers"],
         schedulers=table["schedulers"],
     )

@@ -19,8 +19,7 @@ from dstrial.config.documents import (
     yaml_text,
 )
 from dstrial.config.dotted_keys import dstrial_section
-from dstrial.config.experiment_config.check import check_searcher
-from dstrial.config.experiment_config.config import check_experiment
+from dstrial.config.experiment_config.config import check_experiment, check_searcher
 from dstrial.config.experiment_config.environment import (
     INTERPRETER_VARIABLE,
     check_variables,
