@@ -1,7 +1,7 @@
 """Write the table of legal DeepSpeed config keys from the installed DeepSpeed release.
 
 ``dstrial check`` must know DeepSpeed's keys without importing DeepSpeed, so a table of each release is committed
-(``dstrial/config/deepspeed_tables/``) and a test runs :func:`generate` again and compares.
+(``dstrial/config/deepspeed_table.json``) and a test runs :func:`generate` again and compares.
 Sections that DeepSpeed describes with pydantic models are read from the models. All others are
 observed: the config is parsed from dictionaries that record which keys DeepSpeed asks for and with
 which defaults.
@@ -23,9 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dstrial.config.deepspeed_schema import read_table, release_key, releases
-
-TABLES_PATH = Path(__file__).resolve().parent.parent / "dstrial" / "config" / "deepspeed_tables"
+TABLE_PATH = Path(__file__).resolve().parent.parent / "dstrial" / "config" / "deepspeed_table.json"
 
 _JSON_TYPES: dict[Any, str] = {
     bool: "boolean",
@@ -286,9 +284,6 @@ def _optimizers() -> dict[str, Any]:
         config.MUADAMW_OPTIMIZER: None,
         config.MUSGD_OPTIMIZER: None,
     }
-    for name in ("ONEBIT_ADAM_OPTIMIZER", "ONEBIT_LAMB_OPTIMIZER", "ZERO_ONE_ADAM_OPTIMIZER"):  # until 0.19.0
-        if hasattr(config, name):
-            built_in[getattr(config, name)] = None
     if set(built_in) != set(config.DEEPSPEED_OPTIMIZERS):
         raise RuntimeError(
             f"DeepSpeed's optimizers are {sorted(config.DEEPSPEED_OPTIMIZERS)}; extend built_in."
@@ -423,52 +418,14 @@ def generate() -> dict[str, Any]:
         "deepspeed": deepspeed.__version__,
         "torch": torch.__version__.split("+")[0],
         "root": root,
-        "removed": {
-            "": sorted(removed),
-            "zero_optimization": sorted(getattr(config, "_REMOVED_ZERO_CONFIG_KEYS", ())),
-        },
         "optimizers": _optimizers(),
         "schedulers": _schedulers(),
     }
 
 
-def differences(table: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """Return what makes ``table`` of ``base``: see ``dstrial.config.deepspeed_schema.read_table``."""
-    changed: dict[str, Any] = {}
-    absent: list[str] = []
-
-    def compare(ours: dict[str, Any], theirs: dict[str, Any], path: str) -> None:
-        for key in {**theirs, **ours}:
-            inner = f"{path}{key}"
-            if key not in ours:
-                absent.append(inner)
-            elif key in theirs and isinstance(ours[key], dict) and isinstance(theirs[key], dict):
-                compare(ours[key], theirs[key], f"{inner}.")
-            elif key not in theirs or ours[key] != theirs[key]:
-                changed[inner] = ours[key]
-
-    compare(table, base, "")
-    return {"set": changed, "absent": absent}
-
-
-def render(table: dict[str, Any]) -> str:
-    """Return the table as the text of the committed file; one of differences has one of them in a line."""
-    if "differs_from" not in table:
-        return json.dumps(table, indent=1, sort_keys=False) + "\n"
-    rows = ",\n".join(f"  {json.dumps(path)}: {json.dumps(value)}" for path, value in table["set"].items())
-    paths = ",\n".join(f"  {json.dumps(path)}" for path in table["absent"])
-    head = f' "deepspeed": "{table["deepspeed"]}",\n "differs_from": "{table["differs_from"]}",\n'
-    return f'{{\n{head} "set": {{\n{rows}\n }},\n "absent": [\n{paths}\n ]\n}}\n'
-
-
 def main() -> int:
-    table = generate()
-    release, newest = table["deepspeed"].split("+")[0], releases()[-1]
-    if release_key(release) < release_key(newest):
-        table = {"deepspeed": release, "differs_from": newest, **differences(table, read_table(newest))}
-    path = TABLES_PATH / f"{release}.json"
-    path.write_text(render(table), encoding="utf-8")
-    sys.stdout.write(f"wrote {path}\n")
+    TABLE_PATH.write_text(json.dumps(generate(), indent=1, sort_keys=False) + "\n", encoding="utf-8")
+    sys.stdout.write(f"wrote {TABLE_PATH}\n")
     return 0
 
 

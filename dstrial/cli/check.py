@@ -13,7 +13,6 @@ from dstrial.cli.streams import context_text
 from dstrial.config.deepspeed_rules.check import DEFAULT_ORIGIN, CheckResult, explain
 from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
-from dstrial.config.experiment_config.dstrial_section import explained
 from dstrial.config.experiment_config.origins import explained_rows
 from dstrial.config.schema import experiment_schema
 from dstrial.config.secrets import SecretNames, masked
@@ -118,9 +117,7 @@ def _summary(config: ExperimentConfig, context: Context, *, with_values: bool) -
         if with_values:
             configs[key]["effective"] = masked(checked.effective, _SECRETS)
             configs[key]["origins"] = {row.key: row.origin for row in explain(source, checked)}
-    checks = {"training_checks": {key: value for key, value, _ in explained(config.raw)}}
     return {
-        **(checks if with_values else {}),
         "ok": True,
         "problems": [],
         "warnings": [*config.warnings, *context.warnings()],
@@ -144,7 +141,6 @@ def _print_text(
             _print_table(
                 f"hyperparameters.{key} ({source.label})", source, checked, with_defaults=with_defaults
             )
-        _print_training_checks(config)
     for warning in (*config.warnings, *context.warnings()):
         sys.stdout.write(f"warning: {warning}\n")
     for note in config.notes:
@@ -181,12 +177,6 @@ def _print_table(title: str, source: DeepSpeedSource, checked: CheckResult, *, w
     console.print(table)
     if num_hidden:
         sys.stdout.write(f"and {num_hidden} of DeepSpeed's defaults, which --all shows\n")
-
-
-def _print_training_checks(config: ExperimentConfig) -> None:
-    for key, value, is_given in explained(config.raw):
-        origin = config.path if is_given else "dstrial's default"
-        sys.stdout.write(f"{key:<34} {json.dumps(value):<24} {origin}\n")
 
 
 def _print_json(value: dict[str, Any]) -> None:

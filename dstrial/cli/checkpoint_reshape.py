@@ -26,7 +26,7 @@ from dstrial.cli.checkpoint import (
 from dstrial.cli.checkpoint_export import require_new
 from dstrial.cli.experiment_arguments import parse_entrypoint
 from dstrial.config.documents import yaml_text
-from dstrial.config.dotted_keys import dstrial_section, nested
+from dstrial.config.dotted_keys import dstrial_section
 from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
 from dstrial.config.merge import merge_deepspeed
 from dstrial.errors import (
@@ -195,7 +195,7 @@ def _config_for(
     if zero_stage is not None:
         asked = {"zero_optimization": {"stage": zero_stage}}
         overwrite = hyperparameters.get("overwrite_deepspeed_args") or {}
-        hyperparameters["overwrite_deepspeed_args"] = merge_deepspeed(nested(overwrite), asked)
+        hyperparameters["overwrite_deepspeed_args"] = merge_deepspeed(overwrite, asked)
         for key, value in hyperparameters.items():
             is_config = key == "deepspeed_config" or key.endswith("_deepspeed_config")
             if is_config and isinstance(value, Mapping):

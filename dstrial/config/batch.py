@@ -7,7 +7,6 @@ data-parallel size, not the number of ranks.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,7 +66,7 @@ def solve_batch(
     elif micro is None or steps is None:
         known_key, known = BATCH_KEYS[2 if micro is None else 1], micro or steps or 1
         if total % (known * replicas):
-            raise ConfigError([_indivisible(places, total, known_key, known, replicas, known_key in sizes)])
+            raise ConfigError([_indivisible(places, total, known_key, known, replicas)])
         quotient = total // (known * replicas)
         micro, steps = (quotient, steps or 1) if micro is None else (micro, quotient)
     elif total != micro * steps * replicas:
@@ -117,43 +116,27 @@ def _underdetermined(places: Mapping[str, str], steps: int | None) -> ConfigProb
 
 
 def _indivisible(
-    places: Mapping[str, str], total: int, known_key: str, known: int, replicas: int, is_given: bool
+    places: Mapping[str, str], total: int, known_key: str, known: int, replicas: int
 ) -> ConfigProblem:
     unit, unknown = known * replicas, "micro batch" if known_key == BATCH_KEYS[2] else "accumulation steps"
     below = total // unit * unit
     multiples = " or ".join(str(number) for number in (below, below + unit) if number > 0)
-    hint = _divisor_hint(total, replicas, known_key, known) if is_given else ""
     return ConfigProblem(
         places["train_batch_size"],
         f"{total} = {known} ({known_key}) x {unknown} x {replicas} (data-parallel replicas), which no whole number solves",
         f"a multiple of {unit}",
-        f"Set train_batch_size to {multiples}{hint}.",
+        f"Set train_batch_size to {multiples}.",
     )
-
-
-def _divisor_hint(total: int, replicas: int, key: str, value: int) -> str:
-    """Return a hint to set batch size ``key`` to a legal number close to ``value``."""
-    if total % replicas:
-        return ""
-    per_replica = total // replicas
-    small = [n for n in range(1, math.isqrt(per_replica) + 1) if per_replica % n == 0]
-    divisors = {*small, *(per_replica // n for n in small)}
-    nearest = min(divisors, key=lambda divisor: (abs(divisor - value), divisor))
-    return f", or {key} to {nearest}"
 
 
 def _contradiction(
     places: Mapping[str, str], total: int, micro: int, steps: int, replicas: int
 ) -> ConfigProblem:
     product = micro * steps * replicas
-    options = [f"train_batch_size to {product}"]
-    for key, known in ((BATCH_KEYS[2], micro), (BATCH_KEYS[1], steps)):
-        if total % (known * replicas) == 0:
-            options.append(f"{key} to {total // (known * replicas)}")
     return ConfigProblem(
         places["train_batch_size"],
         f"{total}, but {micro} (train_micro_batch_size_per_gpu) x {steps} (gradient_accumulation_steps) x {replicas} "
         f"(data-parallel replicas) = {product}",
         "both sides of the batch equation to be equal",
-        f"Set {', or '.join(options)}.",
+        f"Set train_batch_size to {product}, or remove it.",
     )

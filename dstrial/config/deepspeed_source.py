@@ -10,7 +10,7 @@ from typing import Any
 
 from dstrial.config.diagnostics import OVERRIDE_LABEL, Diagnostics, KeyPath, Lines, dotted, locate, render
 from dstrial.config.documents import Document, read_json
-from dstrial.config.dotted_keys import leaves, nested
+from dstrial.config.dotted_keys import leaves
 from dstrial.config.merge import merge_deepspeed
 from dstrial.errors import ConfigError
 
@@ -69,7 +69,6 @@ def read_deepspeed(
             fix = "Write a mapping with DeepSpeed's keys."
             findings.problem(overwrite_key, render(overwrite), "a mapping", fix)
         overwrite = {}
-    overwrite = nested(overwrite)
     overwritten = frozenset(path for path, _ in leaves(overwrite) if path)
     return DeepSpeedSource(
         path=None if isinstance(hyperparameters[key], Mapping) else context_dir / hyperparameters[key],
@@ -117,8 +116,6 @@ def _merged_lines(
 ) -> dict[KeyPath, str]:
     """Return the ``file:line`` of each key of the merged config."""
     overwrite_lines = _below(lines, ("hyperparameters", OVERWRITE_KEY))
-    for dotted_path, line in [*overwrite_lines.items()]:
-        overwrite_lines.setdefault(tuple(part for key in dotted_path for part in str(key).split(".")), line)
     merged_lines = dict(base_lines)
     for leaf in overwritten:
         for length in range(1, len(leaf) + 1):

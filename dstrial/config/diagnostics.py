@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from dstrial.errors import ConfigError, ConfigProblem
-
-_T = TypeVar("_T")
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 """Keys and list indexes that lead from the root of a document to one value."""
@@ -86,7 +84,6 @@ class Diagnostics:
         self.problems: list[ConfigProblem] = []
         self.warnings: list[str] = []
         self.notes: list[str] = []
-        self._known: tuple[set[ConfigProblem], set[str], set[str]] = (set(), set(), set())
 
     def place(self, path: KeyPath | str) -> str:
         """Return ``file:line: key`` for a key path or a dotted key."""
@@ -99,7 +96,7 @@ class Diagnostics:
 
     def problem(self, path: KeyPath | str, got: str, expected: str, fix: str) -> None:
         """Record an error; the ``MAX_PROBLEMS``-th raises ConfigError with all errors."""
-        _add_new(self.problems, self._known[0], ConfigProblem(self.place(path), got, expected, fix))
+        self.problems.append(ConfigProblem(self.place(path), got, expected, fix))
         if len(self.problems) >= MAX_PROBLEMS:
             more = ConfigProblem(
                 self._where,
@@ -111,21 +108,12 @@ class Diagnostics:
 
     def warn(self, path: KeyPath | str, text: str) -> None:
         """Record a warning; the message is ``file:line: key`` and then ``text``."""
-        _add_new(self.warnings, self._known[1], f"{self.place(path)} {text}")
+        self.warnings.append(f"{self.place(path)} {text}")
 
     def note(self, path: KeyPath | str, text: str) -> None:
         """Record a note; the message is ``file:line: key`` and then ``text``."""
-        _add_new(self.notes, self._known[2], f"{self.place(path)} {text}")
+        self.notes.append(f"{self.place(path)} {text}")
 
     def raise_if_any(self) -> None:
         if self.problems:
-            raise ConfigError(self.problems)
-
-
-def _add_new(found: list[_T], known: set[_T], one: _T) -> None:
-    # Other code appends to `found` without updating `known`.
-    if len(known) != len(found):
-        known.update(found)
-    if one not in known:
-        found.append(one)
-        known.add(one)
+            raise ConfigError([*dict.fromkeys(self.problems)])

@@ -24,21 +24,13 @@ from dstrial.errors import ConfigError, ConfigProblem
 MAX_DEPTH = 100
 """Maximum nesting of lists and mappings in user input; also the recursion depth of code that traverses configs."""
 
-MAX_KEY_CHARS = 1024
-"""Maximum length of a key; YAML has the same limit for keys without ``?``."""
-
-_MAX_DIGITS = 1000
-"""Maximum digits of a number; Python itself raises ValueError for integers of more than 4300 digits."""
-
-_MAX_TAG_DIRECTIVES = 100
-"""Maximum number of ``%TAG`` directives, because libyaml takes quadratic time for them."""
-
-
 MAX_TEXT_BYTES = 2**20
 """Maximum size of a text, in bytes of UTF-8."""
 
 MAX_VALUES = 100_000
 """Maximum number of scalars, keys, lists and mappings of a text, after alias expansion."""
+
+_MAX_TAG_DIRECTIVES = 100  # libyaml takes quadratic time for them
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,8 +46,7 @@ class _InvalidError(ValueError):
     """An illegal value; the arguments are (got, expected, fix) of the message."""
 
     def at(self, where: str) -> ConfigError:
-        got, expected, fix = self.args
-        return ConfigError([ConfigProblem(where, got, expected, fix)])
+        return ConfigError([ConfigProblem(f"{where}: the text", *self.args)])
 
 
 def _too_deep() -> _InvalidError:
@@ -71,15 +62,9 @@ def _too_many() -> _InvalidError:
     )
 
 
-def _too_large(got: str) -> _InvalidError:
+def _too_large() -> _InvalidError:
     fix = "Move what is large into files of the model definition."
-    return _InvalidError(got, f"at most {MAX_TEXT_BYTES} bytes", fix)
-
-
-def _check_text(text: str, label: str) -> None:
-    num_bytes = _num_bytes(text)
-    if num_bytes > MAX_TEXT_BYTES:
-        raise _too_large(f"{num_bytes} bytes").at(f"{label}: the text")
+    return _InvalidError("too large", f"at most {MAX_TEXT_BYTES} bytes", fix)
 
 
 def _num_bytes(text: str) -> int:
@@ -103,7 +88,7 @@ def check_value(value: Any, label: str) -> None:
             if isinstance(one, str):
                 num_bytes += _num_bytes(_string(one))
                 if num_bytes > MAX_TEXT_BYTES:
-                    raise _too_large(f"at least {num_bytes} bytes")
+                    raise _too_large()
             elif isinstance(one, (int, float)):
                 _number(one)
             elif isinstance(one, (Mapping, list, tuple)):
@@ -113,57 +98,33 @@ def check_value(value: Any, label: str) -> None:
                 num_values += len(inner)
                 if num_values > MAX_VALUES:
                     raise _too_many()
-                for key in one if isinstance(one, Mapping) else ():
-                    _check_key(str(key))
                 waiting += ((item, depth + 1) for item in inner)
     except _InvalidError as error:
-        raise error.at(f"{label}: the text") from error
-
-
-def _check_key(text: str) -> None:
-    if len(text) > MAX_KEY_CHARS:
-        got, expected = f"a key of {len(text)} characters", f"a key of at most {MAX_KEY_CHARS} characters"
-        raise _InvalidError(got, expected, "Write a shorter one.")
+        raise error.at(label) from error
 
 
 def _int(text: str) -> int:
-    digits = _short(text.replace("_", "").lstrip("+-"))
+    digits = text.replace("_", "").lstrip("+-")
     value = int(digits, 0) if digits[:2] in ("0x", "0o") else int(digits)
     return int(_number(-value if text[0] == "-" else value))
 
 
 def _float(text: str) -> float:
-    return _number(float(_short(text.replace("_", "").lower()).replace(".inf", "inf").replace(".nan", "nan")))
+    return _number(float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan")))
 
 
 def _number(value: float) -> float:
     """Return ``value``; raise an error if JSON or a database cannot represent it."""
     if not (-(2**63) <= value < 2**64 if isinstance(value, int) else math.isfinite(value)):
-        raise _InvalidError(str(value)[:40], "a finite number of 64 bits", "Put it into quotes.")
+        raise _InvalidError("too large a number", "a finite number of 64 bits", "Put it into quotes.")
     return value
-
-
-def _bool(text: str) -> bool:
-    return {"true": True, "false": False}[text.lower()]
-
-
-def _short(digits: str) -> str:
-    if len(digits) > _MAX_DIGITS:
-        got = f"a number of {len(digits)} digits"
-        raise _InvalidError(
-            got, f"at most {_MAX_DIGITS} digits", "Write a shorter number, or put it into quotes."
-        )
-    return digits
 
 
 def _string(text: str) -> str:
     """Return ``text``; reject characters illegal in UTF-8 or environment variables."""
-    if "\0" in text:
-        raise _InvalidError("a text with a NUL character", "text without NUL", "Remove the character.")
-    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise _InvalidError(
-            "a text with half a surrogate pair", "Unicode characters", "Write the whole character."
-        )
+    if "\0" in text or (not text.isascii() and any("\ud800" <= one <= "\udfff" for one in text)):
+        got = "a text with a NUL character or half a surrogate pair"
+        raise _InvalidError(got, "Unicode characters other than NUL", "Remove the character.")
     return text
 
 
@@ -171,7 +132,7 @@ _TAG = "tag:yaml.org,2002:"
 _MERGE = f"{_TAG}merge"
 _READERS: dict[str, Callable[[str], Any]] = {
     "null": lambda _text: None,
-    "bool": _bool,
+    "bool": lambda text: {"true": True, "false": False}[text.lower()],
     "int": _int,
     "float": _float,
     "str": _string,
@@ -237,7 +198,8 @@ def read_yaml(path: Path, label: str) -> Document:
 
 
 def read_yaml_text(text: str, label: str) -> Document:
-    _check_text(text, label)
+    if _num_bytes(text) > MAX_TEXT_BYTES:
+        raise _too_large().at(label)
     try:
         if text.count("%TAG") > _MAX_TAG_DIRECTIVES:
             raise yaml.YAMLError(f"more than {_MAX_TAG_DIRECTIVES} %TAG directives")
@@ -253,21 +215,14 @@ def read_yaml_text(text: str, label: str) -> Document:
 
 
 def _not_yaml(error: Exception, text: str, label: str) -> ConfigError:
-    where, got, fix = label, " ".join(str(error).split()), "Remove this character."
-    if isinstance(error, UnicodeEncodeError):
-        got = "half a surrogate pair, no character"
     mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
-    if isinstance(error, yaml.MarkedYAMLError):
-        where = f"{label}:{mark.line + 1 if mark else 1}"
+    got, fix = " ".join(str(error).split())[:200], "Correct it."
+    if isinstance(error, yaml.MarkedYAMLError) and mark is not None:
+        label, fix = f"{label}:{mark.line + 1}", "Correct this line."
         got = " ".join(part for part in (error.context, error.problem) if part)
-        fix = "Correct this line."
-        if "duplicate anchor" in got:
-            got, fix = "an anchor defined a second time", "Rename one of the two anchors."
-        if "nesting depth" in got:  # the limit in libyaml
-            return _too_deep().at(f"{where}: the text")
-        if "a tab " in got or (mark and text[mark.index : mark.index + 1] == "\t"):
+        if "a tab " in got or text[mark.index : mark.index + 1] == "\t":
             got, fix = "indented with a tab", "Indent with spaces."
-    return _InvalidError(f"not YAML ({got})", "valid YAML", fix).at(f"{where}: the text")
+    return _InvalidError(f"not YAML ({got})", "valid YAML", fix).at(label)
 
 
 def _check_events(text: str, label: str) -> None:
@@ -281,7 +236,7 @@ def _check_events(text: str, label: str) -> None:
             depth += isinstance(event, yaml.CollectionStartEvent)
             if depth > MAX_DEPTH or num_values > MAX_VALUES:
                 error = _too_deep() if depth > MAX_DEPTH else _too_many()
-                raise error.at(f"{label}:{event.start_mark.line + 1}: the text")
+                raise error.at(f"{label}:{event.start_mark.line + 1}")
 
 
 class _YamlReader:
@@ -316,18 +271,13 @@ class _YamlReader:
     def _begin(self, node: yaml.Node) -> None:
         """Check a list or mapping node, and push it onto ``_open``, the enclosing nodes."""
         self._count(node)
-        kind, tag = ("list", "seq") if isinstance(node, yaml.SequenceNode) else ("mapping", "map")
+        tag = "seq" if isinstance(node, yaml.SequenceNode) else "map"
         if node.tag != f"{_TAG}{tag}":
-            raise self._tagged(node, f"a {kind}")
+            raise self._invalid(node, f"the tag {node.tag[:60]!r}", "plain YAML", "Remove the tag.")
         if any(one is node for one in self._open):
-            raise self._invalid(
-                node,
-                "an alias of what it stands in, which so holds itself",
-                "an alias of something that ends before it",
-                "Write the values out.",
-            )
+            raise self._invalid(node, "an alias of itself", "an alias of an earlier value", "Write it out.")
         if len(self._open) >= MAX_DEPTH:
-            raise _too_deep().at(f"{self._place(node)}: the text")
+            raise _too_deep().at(self._place(node))
         self._open.append(node)
 
     def _pairs(self, node: yaml.Node, path: KeyPath) -> dict[str, tuple[Any, yaml.Node, yaml.Node]]:
@@ -335,15 +285,10 @@ class _YamlReader:
         own: dict[str, tuple[Any, yaml.Node, yaml.Node]] = {}
         merged: dict[str, tuple[Any, yaml.Node, yaml.Node]] = {}
         texts: dict[Any, str] = {}
-        merge_key: yaml.Node | None = None
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                kind = "list" if isinstance(key, yaml.SequenceNode) else "mapping"
-                raise self._invalid(key, f"a {kind} as key", "a text as key", "Write a text instead.")
+                raise self._invalid(key, "a list or mapping as key", "a text as key", "Write a text instead.")
             if key.tag == _MERGE:
-                if merge_key is not None:
-                    self._given_twice(key, merge_key, (*path, "<<"))
-                merge_key = key
                 for source in reversed(value.value if isinstance(value, yaml.SequenceNode) else [value]):
                     if not isinstance(source, yaml.MappingNode):
                         expected = "a mapping or a list of mappings"
@@ -354,50 +299,40 @@ class _YamlReader:
                     merged.update(self._pairs(source, path))
                     self._open.pop()
                 continue
-            name = self._scalar(key, _check_key)
+            name = self._scalar(key)
             text = texts.setdefault(name, str(name))  # 1, 1.0 and true are the same dictionary key
             if text in own:
-                self._given_twice(key, own[text][1], (*path, text))
+                first_line = own[text][1].start_mark.line + 1
+                self.problems.append(_given_twice(self._place(key), (*path, text), first_line))
+                if len(self.problems) >= MAX_PROBLEMS:
+                    raise ConfigError(self.problems)
             own[text] = (name, key, value)
         return {**merged, **own}
 
-    def _given_twice(self, key: yaml.Node, first: yaml.Node, path: KeyPath) -> None:
-        self.problems.append(_given_twice(self._place(key), path, first.start_mark.line + 1))
-        if len(self.problems) >= MAX_PROBLEMS:
-            raise ConfigError(self.problems)
-
-    def _scalar(self, node: yaml.ScalarNode, check: Callable[[str], object] = _string) -> Any:
+    def _scalar(self, node: yaml.ScalarNode) -> Any:
         self._count(node)
         # `<<` means a merge only as a key.
         kind = "str" if node.tag == _MERGE else node.tag.removeprefix(_TAG)
         if kind not in _READERS:
-            raise self._tagged(node, "a scalar")
+            raise self._invalid(node, f"the tag {node.tag[:60]!r}", "plain YAML", "Remove the tag.")
         try:
-            check(node.value)
-            return _READERS[kind](node.value)
+            return _READERS[kind](_string(node.value))
         except _InvalidError as error:
-            raise error.at(f"{self._place(node)}: the text") from error
+            raise error.at(self._place(node)) from error
         except (ValueError, KeyError) as error:
-            text = node.value if len(node.value) <= 60 else node.value[:60] + "…"
-            expected = "an int" if kind == "int" else f"a {kind}"
-            raise self._invalid(
-                node, f"{text!r}, not {expected}", expected, "Remove the tag, or quote it."
-            ) from error
+            got, expected = f"{node.value[:60]!r}, not a valid {kind}", f"a value of type {kind}"
+            raise self._invalid(node, got, expected, "Correct it, or put it into quotes.") from error
 
     def _count(self, node: yaml.Node) -> None:
         self._num_values += 1
         if self._num_values > MAX_VALUES:
-            raise _too_many().at(f"{self._place(node)}: the text")
+            raise _too_many().at(self._place(node))
 
     def _place(self, node: yaml.Node) -> str:
         return f"{self._label}:{node.start_mark.line + 1}"
 
-    def _invalid(self, node: yaml.Node, *message: str) -> ConfigError:
-        return _InvalidError(*message).at(f"{self._place(node)}: the text")
-
-    def _tagged(self, node: yaml.Node, what: str) -> ConfigError:
-        expected = "no tag, or one of null, bool, int, float, str, seq and map where it fits"
-        return self._invalid(node, f"{what} with the tag {node.tag[:60]!r}", expected, "Remove the tag.")
+    def _invalid(self, node: yaml.Node, got: str, expected: str, fix: str) -> ConfigError:
+        return _InvalidError(got, expected, fix).at(self._place(node))
 
 
 def _given_twice(place: str, path: KeyPath, first_line: int) -> ConfigProblem:
@@ -414,20 +349,23 @@ def read_json(path: Path, label: str) -> Document:
 
 
 def read_json_text(text: str, label: str) -> Document:
-    _check_text(text, label)
+    if _num_bytes(text) > MAX_TEXT_BYTES:
+        raise _too_large().at(label)
     try:
         # The parser recurses in C and raises RecursionError long before the stack overflows; check_value checks the depth.
-        value = json.loads(text, parse_constant=_float, parse_int=_int, parse_float=_float)
+        value = json.loads(text, parse_constant=_float)
     except json.JSONDecodeError as error:
         raise _InvalidError(
-            f"not JSON ({error.msg})",
+            f"not JSON ({error.msg}, column {error.colno})",
             "strict JSON, without comments and without a comma after the last element",
             "Correct this line.",
-        ).at(f"{label}:{error.lineno}: the text from column {error.colno}") from error
+        ).at(f"{label}:{error.lineno}") from error
     except _InvalidError as error:
-        raise error.at(f"{label}: a value") from error
+        raise error.at(label) from error
+    except ValueError as error:  # an integer of thousands of digits
+        raise _InvalidError(str(error), "numbers of 64 bits", "Correct it.").at(label) from error
     except RecursionError as error:
-        raise _too_deep().at(f"{label}: the text") from error
+        raise _too_deep().at(label) from error
     check_value(value, label)
     lines: dict[KeyPath, int] = {(): 1}
     problems: list[ConfigProblem] = []
@@ -468,7 +406,7 @@ def _read_text(path: Path, label: str) -> str:
             # The file's size is not used, because it is 0 for devices and pipes.
             content = file.read(MAX_TEXT_BYTES + 1)
         if len(content) > MAX_TEXT_BYTES:
-            raise _too_large(f"more than {MAX_TEXT_BYTES} bytes").at(f"{label}: the text")
+            raise _too_large().at(label)
         return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except (OSError, UnicodeDecodeError) as error:
         got, fix = "not UTF-8 text", "Correct the file."
@@ -476,4 +414,4 @@ def _read_text(path: Path, label: str) -> str:
             got, fix = "missing", "Correct the path."
         elif isinstance(error, OSError):
             got, fix = f"unreadable ({error.strerror})", "Correct the path or the file's permissions."
-        raise _InvalidError(got, "a text file", fix).at(f"{label}: the file") from error
+        raise ConfigError([ConfigProblem(f"{label}: the file", got, "a text file", fix)]) from error

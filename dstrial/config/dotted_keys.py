@@ -1,4 +1,4 @@
-"""Nest dotted keys of ``--config key=value`` and of DeepSpeed overwrites. Pure."""
+"""Read values at dotted keys; apply ``--config key=value``. Pure."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import copy
 import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dstrial.config.deepspeed_schema import deepspeed_rules
 from dstrial.config.diagnostics import (
     OVERRIDE_LABEL,
     Diagnostics,
@@ -16,17 +15,12 @@ from dstrial.config.diagnostics import (
     dotted,
     key_path,
     nested_form,
-    render,
 )
 from dstrial.config.documents import Document, check_value, parse_yaml_value
 from dstrial.errors import ConfigError, ConfigProblem
 
-if TYPE_CHECKING:
-    from dstrial.config.keys import Section
-
 _HOLDERS = ("deepspeed_config", "overwrite_deepspeed_args")
 _FREE = ("hyperparameters", "data")
-_OVERWRITES = ("hyperparameters", "overwrite_deepspeed_args")
 
 
 def value_at(config: Any, path: str | KeyPath, default: Any = None) -> Any:
@@ -57,71 +51,17 @@ def wants_system_metrics(config: Mapping[str, Any] | None) -> bool:
     return value_at(config, "profiling.enabled", False) is True
 
 
-def nested(overwrite: Mapping[str, Any]) -> dict[str, Any]:
-    """Return overwrites with dotted keys as nested mappings; later keys win.
-
-    Only keys that begin with the name of a DeepSpeed section are nested. Unchanged values are shared, not copied.
-    """
-    return _nested(overwrite, deepspeed_rules().root)
-
-
 def check_dotted_names(hyperparameters: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Record hyperparameters with dots in their names, which DeepSpeed never reads.
-
-    Also records overwrites that set the same DeepSpeed key twice, nested and dotted, to different values.
-    """
+    """Record hyperparameters such as ``overwrite_deepspeed_args.fp16``: no config has them."""
     for name, value in hyperparameters.items():
         first, dot, rest = name.partition(".")
-        if not (dot and rest):
-            continue
-        if first in _HOLDERS or first.endswith(f"_{_HOLDERS[0]}"):
+        if dot and rest and first.endswith(_HOLDERS):
             findings.problem(
                 ("hyperparameters", name),
                 "one hyperparameter with dots in its name",
                 "keys inside each other",
                 f"Write {nested_form(name.split('.'), value)} instead.",
             )
-        elif _is_section(first, deepspeed_rules().root):
-            whole = nested_form([_HOLDERS[1], *name.split(".")], value)
-            findings.warn(
-                ("hyperparameters", name),
-                f"is a hyperparameter of the script's, which DeepSpeed does not see; for DeepSpeed write {whole}",
-            )
-    overwrite = hyperparameters.get(_HOLDERS[1])
-    for key, value in overwrite.items() if isinstance(overwrite, Mapping) else ():
-        found = value_at(overwrite, str(key)) if "." in str(key) else None
-        if found not in (None, value):
-            got = f"given twice, as {render(value)} and as {render(found)}"
-            findings.problem((*_OVERWRITES, key), got, "once", "Keep the right one.")
-
-
-def _nested(config: Mapping[str, Any], section: Section | None) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in config.items():
-        first, dot, rest = str(key).partition(".")
-        if dot and rest and section is not None and key not in section.keys and _is_section(first, section):
-            for part in reversed(rest.split(".")):
-                value = {part: value}
-            key = first
-        rule = section.keys.get(key) if section is not None else None
-        if isinstance(value, Mapping):
-            value = _nested(value, rule.section if rule is not None else None)
-        _merge_into(result, {key: value})
-    return result
-
-
-def _merge_into(config: dict[str, Any], other: Mapping[str, Any]) -> None:
-    for key, value in other.items():
-        below = config.get(key)
-        if isinstance(below, dict) and isinstance(value, dict):
-            _merge_into(below, value)
-        else:
-            config[key] = value
-
-
-def _is_section(name: str, section: Section) -> bool:
-    rule = section.keys.get(name)
-    return rule is not None and "mapping" in rule.types
 
 
 def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:

@@ -63,7 +63,7 @@ class Section:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Section:
-        """Build a section from a JSON table in ``deepspeed_tables``."""
+        """Build a section from a JSON table in ``deepspeed_table.json``."""
         return cls({key: _rule_from_table(rule) for key, rule in table["keys"].items()}, table["strict"])
 
 
@@ -87,8 +87,6 @@ class Dialect:
     auto: str = "value"  # "error" or "warning" for `"auto"`, "value" for an ordinary string
     filler: AutoValues | None = None  # replaces `"auto"`; if set, it overrides `auto`
     unknown_is_warning: bool = False
-    # Keys that older releases accepted, by dotted section.
-    removed: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
 
 def check_keys(
@@ -144,15 +142,6 @@ def _unknown_key(
         return  # a comment key, which the consumer ignores
     inner = (*path, key)
     owner = dotted(path)
-    if key in dialect.removed.get(owner, ()):
-        successor = next((known for known in section.keys if known.startswith(key)), None)
-        findings.problem(
-            inner,
-            f"{render(value)}, a setting that {dialect.name} has removed",
-            "no such key, whatever its value",
-            f"Write {successor} instead." if successor else f"Remove {dotted(inner)}.",
-        )
-        return
     scope = f"{owner} in {dialect.name}" if owner else dialect.name
     close = difflib.get_close_matches(key, section.keys, n=1, cutoff=0.7)
     fix = f"Write {close[0]} instead" if close else "Remove it"

@@ -14,7 +14,6 @@ from typing import Any
 
 from dstrial.config.diagnostics import KeyPath
 from dstrial.config.documents import read_json
-from dstrial.config.dotted_keys import nested
 from dstrial.config.experiment_config.environment import by_device, joined_variables
 from dstrial.config.experiment_config.hyperparameters import is_specification
 from dstrial.errors import ConfigError, ConfigProblem
@@ -24,19 +23,15 @@ def merge_deepspeed(base: Mapping[str, Any], overwrite: Mapping[str, Any]) -> di
     """Merge overwrites into a copy of a DeepSpeed config, key by key at every depth.
 
     Two mappings are merged. Any other value of the overwrite (also a list) replaces the value of the base. ``None`` deletes the
-    key. A dotted key in the overwrite, such as ``zero_optimization.stage``, means the nested key.
+    key.
     """
-    return _merged(base, nested(overwrite))
-
-
-def _merged(base: Mapping[str, Any], overwrite: Mapping[str, Any]) -> dict[str, Any]:
     merged: dict[str, Any] = {key: copy.deepcopy(value) for key, value in base.items()}
     for key, value in overwrite.items():
         if value is None:
             merged.pop(key, None)
         elif isinstance(value, Mapping):
             below = merged.get(key)
-            merged[key] = _merged(below if isinstance(below, Mapping) else {}, value)
+            merged[key] = merge_deepspeed(below if isinstance(below, Mapping) else {}, value)
         else:
             merged[key] = copy.deepcopy(value)
     return merged

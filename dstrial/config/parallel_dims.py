@@ -179,39 +179,25 @@ def replicas_of(
         sizes = {}
     if clash := autotp_clash(told.get("model_parallel_size"), config):
         raise ConfigError([ConfigProblem("data.dstrial.model_parallel_size", *clash)])
-    where = "data.dstrial" if told else "model_parallel_size of get_deepspeed_config()"
     told |= sizes
-    per_replica = otherwise if asked is None else asked
-    if told:
-        product = math.prod(told.values())
-        sequence = sizes.get("sequence_parallel_size", 1)
-        if asked is not None and asked * sequence != product:
-            names = " x ".join(f"{key} {value}" for key, value in told.items())
-            of_what = "the ranks of one replica"
-            if sequence > 1:
-                of_what = "pipeline stages x tensor-parallel size, without the ranks of a sequence"
-            place = "data.dstrial" if where == "data.dstrial" else "the DeepSpeed config"
-            raise ConfigError(
-                [
-                    ConfigProblem(
-                        "model_parallel_size of get_deepspeed_config()",
-                        f"{asked}, but {place} says {names}",
-                        f"{product // sequence}, {of_what}, in both",
-                        f"Leave it out of the call, or correct {place}.",
-                    )
-                ]
-            )
-        per_replica = product
-    if per_replica < 1 or world_size % per_replica:
-        raise ConfigError(
-            [
-                ConfigProblem(
-                    "the DeepSpeed config" if sizes else where,
-                    f"{per_replica} ranks per replica on {world_size} ranks",
-                    "replicas that use all ranks",
-                    f"Start a multiple of {max(per_replica, 1)} ranks, or correct the number.",
-                )
-            ]
+    product = math.prod(told.values())
+    # `asked` does not count the ranks of a sequence.
+    if told and asked is not None and asked * sizes.get("sequence_parallel_size", 1) != product:
+        problem = ConfigProblem(
+            "model_parallel_size of get_deepspeed_config()",
+            f"{asked}, but the configs say {' x '.join(f'{key} {value}' for key, value in told.items())}",
+            "the same number of ranks per replica",
+            "Leave it out of the call, or correct data.dstrial or the DeepSpeed config.",
         )
+        raise ConfigError([problem])
+    per_replica = product if told else otherwise if asked is None else asked
+    if per_replica < 1 or world_size % per_replica:
+        problem = ConfigProblem(
+            "data.dstrial" if told else "model_parallel_size of get_deepspeed_config()",
+            f"{per_replica} ranks per replica on {world_size} ranks",
+            "replicas that use all ranks",
+            f"Start a multiple of {max(per_replica, 1)} ranks, or correct the number.",
+        )
+        raise ConfigError([problem])
     dims = ParallelDims(world_size, tp=per_replica)  # how a replica is divided does not matter here
     return batch_replicas(config or {}, dims)

@@ -31,20 +31,6 @@ class MyTrial:
 DEEPSPEED = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
 
 
-NOT_IN_0_19_0 = frozenset(
-    {
-        "removed optimizer",
-        "parameter that Muon ignores",
-        "unknown top-level key",
-        "removed section, switched off",
-        "removed ZeRO key",
-        "bucket size of zero",
-        "no gradient norm with the default clipping",
-    }
-)
-"""Mistakes that DeepSpeed 0.19.0 accepts or reports with another message."""
-
-
 @dataclasses.dataclass(frozen=True)
 class BadConfig:
     """A config with one mistake, and fragments of the message about the mistake."""

@@ -50,27 +50,12 @@ def laughs(num_levels: int, num_aliases: int) -> str:
     return "{" + ",\n ".join(levels) + "}"
 
 
-def laughing_maps(num_levels: int, num_aliases: int) -> str:
-    """Return nested alias mappings that expand to ``num_aliases ** num_levels`` keys."""
-    levels = ["l0: &l0 {" + ", ".join(f"k{key}: lol" for key in range(num_aliases)) + "}"]
-    for level in range(1, num_levels):
-        inner = ", ".join(f"k{key}: *l{level - 1}" for key in range(num_aliases))
-        levels.append(f"l{level}: &l{level} {{{inner}}}")
-    return "{" + ",\n ".join(levels) + "}"
-
-
 def merged(num_levels: int) -> str:
     """Return merged mappings that expand to ``num_levels ** 2 / 2`` keys."""
     levels = ["m0: &m0 {k0: 1}"]
     for level in range(1, num_levels):
         levels.append(f"m{level}: &m{level} {{<<: *m{level - 1}, k{level}: 1}}")
     return "{" + ",\n ".join(levels) + "}"
-
-
-def merged_lists(num_aliases: int) -> str:
-    """Return a mapping that merges a 1000-key mapping ``num_aliases`` times."""
-    keys = ", ".join(f"k{key}: 1" for key in range(1000))
-    return f"{{a: &a {{{keys}}},\n b: {{<<: [{', '.join(['*a'] * num_aliases)}]}}}}"
 
 
 def stacked(num_levels: int) -> str:
@@ -82,25 +67,17 @@ def stacked(num_levels: int) -> str:
 
 
 _NODES = r"more than 100000 (values|nodes)"
-_DEEP = r"(deeper than|more than) 100"
+_DEEP = r"(deeper than|more than) 100|nesting depth"
 _LARGE = r"larger than|at most 1048576 bytes"
-_DIGITS = r"digits"
+_NUMBER = r"64 bits|not a valid (int|float)"
 _TAG = r"tag"
 
 EXPANDING = (
     Hostile("nine levels of nine aliases", laughs(9, 9), _NODES),
-    Hostile("nine levels of nine mappings", laughing_maps(9, 9), _NODES),
     Hostile("thirty levels of two aliases", laughs(30, 2), _NODES),
-    Hostile(
-        "1000 aliases of 10000 items", "{a: &a [" + "1," * 10_000 + "],\n b: [" + "*a," * 1000 + "]}", _NODES
-    ),
     Hostile("4000 merged levels", merged(4000), _DEEP),
-    Hostile("a merge of 20000 aliases", merged_lists(20_000), _NODES),
     Hostile("a list that holds itself", "&a [1, *a]", "itself"),
-    Hostile("a mapping that holds itself", "&a {b: *a}", "itself"),
     Hostile("a mapping that merges itself", "&a {<<: *a, b: 1}", "itself"),
-    Hostile("two lists that hold each other", "&a [&b [*a], *b]", "itself"),
-    Hostile("200000 items", "[" + "1," * 200_000 + "]", _NODES),
     Hostile("300000 empty lists", "[" + "[]," * 300_000 + "[]]", _NODES, is_json=True),
 )
 
@@ -109,48 +86,30 @@ DEEP = (
     Hostile("20000 open brackets", "[" * 20_000, _DEEP, is_json=True),
     Hostile("20000 braces", '{"a":' * 20_000 + "1" + "}" * 20_000, _DEEP, is_json=True),
     Hostile("101 brackets", "[" * 101 + "]" * 101, _DEEP, is_json=True),
-    Hostile("20000 dashes", "- " * 20_000 + "1", _DEEP),
     Hostile("20000 question marks", "? " * 20_000 + "1", _DEEP),
     Hostile("300 levels of blocks", "\n".join(" " * level + f"k{level}:" for level in range(300)), _DEEP),
-    Hostile("a thousand lines of lists", "\n".join(" " * level + "-" for level in range(1000)), _DEEP),
     Hostile("four anchors forty deep each", stacked(4), _DEEP),
 )
 
 LARGE = (
     Hostile("2 MiB of text", '"' + "x" * (2 * MIB) + '"', _LARGE, is_json=True),
-    Hostile("8 MiB of lines", "one_more_key: words\n" * 420_000, _LARGE),
     Hostile("2 MiB of comment", "# " + "c" * (2 * MIB) + "\nnull", _LARGE),
     Hostile("1 MiB and a byte of accents", '"' + "é" * (MIB // 2) + '"', _LARGE, is_json=True),
 )
 
 SCALARS = (
-    Hostile("an integer of 5000 digits", "{a: " + "1" * 5000 + "}", _DIGITS),
-    Hostile("a JSON integer of 5000 digits", '{"a": ' + "1" * 5000 + "}", _DIGITS, is_json=True),
-    Hostile("an integer of a million digits", "{a: " + "7" * 1_000_000 + "}", _DIGITS),
-    Hostile("a negative one", "{a: -" + "7" * 500_000 + "}", _DIGITS),
-    Hostile("a hexadecimal one", "{a: 0x" + "f" * 1_000_000 + "}", _DIGITS),
-    Hostile("an octal one", "{a: 0o" + "7" * 1_000_000 + "}", _DIGITS),
-    Hostile("a hexadecimal number of underscores", "{a: 0x_}", "not an? (int|integer)"),
-    Hostile("an octal number of underscores", "{a: 0o__}", "not an? (int|integer)"),
-    Hostile("a float of a million digits", "{a: 0." + "3" * 1_000_000 + "}", _DIGITS),
-    Hostile("a JSON exponent beyond floats", '{"a": 1e999}', "a finite number", is_json=True),
-    Hostile("an exponent of 100000 digits", "{a: 1e" + "9" * 100_000 + "}", _DIGITS),
-    Hostile("a word tagged int", "{a: !!int five}", "not an? (int|integer)"),
-    Hostile("a word tagged float", "{a: !!float five}", "not a float"),
-    Hostile("a word tagged bool", "{a: !!bool perhaps}", "not a bool"),
-    Hostile("a list tagged str", "{a: !!str [1]}", _TAG),
+    Hostile("an integer of 5000 digits", "{a: " + "1" * 5000 + "}", _NUMBER),
+    Hostile("a JSON integer of 5000 digits", '{"a": ' + "1" * 5000 + "}", _NUMBER, is_json=True),
+    Hostile("a hexadecimal one", "{a: 0x" + "f" * 1_000_000 + "}", _NUMBER),
+    Hostile("a hexadecimal number of underscores", "{a: 0x_}", _NUMBER),
+    Hostile("a JSON exponent beyond floats", '{"a": 1e999}', _NUMBER, is_json=True),
+    Hostile("a word tagged int", "{a: !!int five}", _NUMBER),
     Hostile("a mapping tagged seq", "{a: !!seq {b: 1}}", _TAG),
     Hostile("a Python object", "{a: !!python/object/apply:os.system ['touch owned']}", _TAG),
     Hostile("a Python name", "{a: !!python/name:os.system ''}", _TAG),
-    Hostile("a tag of its own", "{a: !owned 1}", _TAG),
     Hostile("a wrong timestamp", "{a: !!timestamp 2026-99-99}", _TAG),
-    Hostile("a word tagged timestamp", "{a: !!timestamp soon}", _TAG),
-    Hostile("binary that is none", "{a: !!binary '%%%'}", _TAG),
-    Hostile("a set", "{a: !!set {b, c}}", _TAG),
-    Hostile("ordered pairs", "{a: !!omap [b: 1]}", _TAG),
-    Hostile("pairs", "{a: !!pairs [b: 1]}", _TAG),
     Hostile(
-        "100000 directives",
+        "40000 directives",
         "".join(f"%TAG !t{n}! tag:{n}\n" for n in range(40_000)) + "--- 1",
         "directive",
         True,
@@ -159,37 +118,22 @@ SCALARS = (
 
 KEYS = (
     Hostile("a list as key", "{[1]: 2}", "key"),
-    Hostile("a mapping as key", "{{a: 1}: 2}", "key"),
-    Hostile("a list as explicit key", "? [1]\n: 2", "key"),
-    Hostile("an alias of a list as key", "{a: &a [1], *a : 2}", "key"),
     Hostile("20000 duplicate keys", "\n".join(["same: 1"] * 20_000), "given twice"),
-    Hostile("20000 duplicate keys on a line", "{" + "same: 1, " * 20_000 + "}", "given twice"),
     Hostile(
         "20000 duplicate keys of JSON", "{" + '"same": 1, ' * 20_000 + '"a": 1}', "given twice", is_json=True
     ),
     Hostile("keys that are equal numbers", "{1: a, 1.0: b, 0x1: c}", "given twice"),
-    Hostile("a number and a flag as keys", "{1: a, true: b}", "given twice"),
-    Hostile("a key of 500000 letters", "? " + "k" * 500_000 + "\n: 1", "a key"),
-    Hostile("a JSON key of 500000 letters", '{"' + "k" * 500_000 + '": 1}', "a key|not YAML", is_json=True),
-    Hostile("merging a number", "{<<: 1}", "merge"),
     Hostile("merging a list of numbers", "{<<: [1, 2]}", "merge"),
 )
 
 CHARACTERS = (
     Hostile("a NUL", '{a: "\0"}', "character"),
-    Hostile("an escaped NUL", r'{"a": "b\u0000c"}', "NUL", is_json=True),
     Hostile("an escaped NUL in a key", r'{"b\u0000c": 1}', "NUL", is_json=True),
     Hostile("half a surrogate", r'{"a": "\ud800"}', "Unicode|surrogate", is_json=True),
-    Hostile("a bell", "{a: \a}", "character"),
-    Hostile("a tab as indentation", "a:\n\tb: 1", "not YAML"),
-    Hostile("a byte order mark in a value", "{a: b\ufeffc}", None),
     Hostile("an undefined alias", "{a: *none}", "alias|anchor"),
     Hostile("an open quote", '{a: "' + 'x\\"' * 100_000, "not YAML"),
     Hostile("100000 documents", "--- 1\n" * 100_000, "document", is_document=True),
     Hostile("a byte order mark first", "\ufeff" + SMALL_CONFIG, None, is_document=True),
-    Hostile(
-        "the same anchor 20000 times", "[" + "&a 1, " * 20_000 + "*a]", "an anchor defined a second time"
-    ),
 )
 
 TEXTS = (*EXPANDING, *DEEP, *LARGE, *SCALARS, *KEYS, *CHARACTERS)
@@ -229,19 +173,8 @@ CONFIGS: dict[str, tuple[Callable[[], str], str | None]] = {
         _searched(f"name: random, max_trials: 1000000000, max_concurrent_trials: 1000000000, {_SOME}", dict),
         "at most 10000",
     ),
-    "10000 trials of 900 KB at once": (
-        _searched(
-            f"name: random, max_trials: 10000, max_concurrent_trials: 10000, {_SOME}",
-            lambda: {"a": "x" * 900_000},
-        ),
-        "hyperparameters at once",
-    ),
     "40000 wrong keys of the config": (
         _with("".join(f"max_restart{n}: 1\n" for n in range(40_000))),
-        "at least 100 places",
-    ),
-    "12000 wrong hyperparameters": (
-        _searched(f"name: single, {_SOME}", lambda: {f"k{n}": {"type": "duble"} for n in range(12_000)}),
         "at least 100 places",
     ),
     "40000 wrong DeepSpeed keys": (
@@ -266,18 +199,6 @@ CONFIGS: dict[str, tuple[Callable[[], str], str | None]] = {
             "environment: {environment_variables: [" + ", ".join(f"A{n}={n}" for n in range(45_000)) + "]}"
         ),
         None,
-    ),
-    "19000 bind mounts": (
-        _with(
-            "bind_mounts: ["
-            + ", ".join(f"{{host_path: /{n}, container_path: c{n}}}" for n in range(19_000))
-            + "]"
-        ),
-        None,
-    ),
-    "a pattern of 20000 brackets": (
-        _with("log_policies: [{pattern: '" + "(" * 20_000 + "'}]"),
-        "pattern",
     ),
     "a pattern of 900 KB": (_with("log_policies: [{pattern: '" + "[a-z]" * 180_000 + "'}]"), "pattern"),
     "an entrypoint of 900 KB": (

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from dstrial.config.auto_values import AutoValues
 from dstrial.config.batch import BATCH_KEYS, BatchSolution, solve_batch
 from dstrial.config.deepspeed_rules.conflicts import check_pairs
-from dstrial.config.deepspeed_rules.ignored import check_ignored, check_on_cpu
+from dstrial.config.deepspeed_rules.ignored import check_ignored
 from dstrial.config.deepspeed_rules.optimizer import check_optimizer_and_scheduler
 from dstrial.config.deepspeed_rules.settings import Settings
 from dstrial.config.deepspeed_schema import deepspeed_rules, installed_deepspeed_version
@@ -53,7 +53,6 @@ def check_deepspeed(
     auto: Literal["error", "warning"] = "error",
     filler: AutoValues | None = None,
     installed: str | None = None,
-    on_cpu: bool = False,
 ) -> CheckResult:
     """Check a merged DeepSpeed config by the rules of the installed release. Pure.
 
@@ -65,17 +64,14 @@ def check_deepspeed(
         auto: severity of ``"auto"`` outside the batch sizes: "warning" if another tool may still replace it.
         filler: values with which the script's library replaces ``"auto"``; if given, argument ``auto`` is ignored.
         installed: DeepSpeed version that will run; by default the installed one, read without importing DeepSpeed.
-        on_cpu: whether to warn of settings that need an accelerator.
     """
     findings = Diagnostics(lines or {}, where)
     try:
         checked = _check(config, sizes, findings, auto, filler, installed)
-        if on_cpu:
-            check_on_cpu(checked.effective, findings)
     except ConfigError as error:
         # The check stopped at the maximum number of problems.
         checked = CheckResult(error.problems, (), {}, None)
-    return dataclasses.replace(checked, warnings=tuple(findings.warnings))
+    return dataclasses.replace(checked, warnings=tuple(dict.fromkeys(findings.warnings)))
 
 
 def _check(
@@ -86,7 +82,7 @@ def _check(
     filler: AutoValues | None,
     installed: str | None,
 ) -> CheckResult:
-    rules = deepspeed_rules(installed)
+    rules = deepspeed_rules()
     installed = installed or installed_deepspeed_version() or rules.version
     is_foreign = installed.split("+")[0] != rules.version
     if is_foreign:
@@ -100,7 +96,6 @@ def _check(
         auto=auto,
         filler=filler,
         unknown_is_warning=is_foreign,
-        removed=rules.removed,
     )
     normalised = _normalise(config, findings)
     batch_given = {key: normalised.pop(key, None) for key in BATCH_KEYS}
@@ -125,7 +120,7 @@ def _check(
             effective.pop(key, None)
     autos = [dotted(path) for path, value in leaves(config) if value == AUTO]
     filled = {key: f"{filler.name} fills it in" for key in autos if filler and filler.fills_in(key)}
-    return CheckResult(tuple(findings.problems), (), effective, batch, filled=filled)
+    return CheckResult(tuple(dict.fromkeys(findings.problems)), (), effective, batch, filled=filled)
 
 
 def _normalise(config: Mapping[str, Any], findings: Diagnostics) -> dict[str, Any]:

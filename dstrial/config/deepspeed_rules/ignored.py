@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from dstrial.config.deepspeed_rules.settings import ZERO, Settings
-from dstrial.config.diagnostics import Diagnostics, render
-from dstrial.config.dotted_keys import value_at
 
 _PREFETCH = "stage3_prefetch_bucket_size"
 _STAGE_3_ONLY = (
@@ -103,23 +98,6 @@ def check_ignored(settings: Settings) -> None:
         "dataloader_drop_last",
         "which only DeepSpeed's own loader reads; set drop_last on the trial's DataLoader",
     )
-
-
-def check_on_cpu(effective: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Warn of every setting whose DeepSpeed operator exists only for accelerators.
-
-    Source: DeepSpeed 0.19.8 accelerator/cpu_accelerator.py, ``get_op_builder``.
-    """
-    keys = [f"{ZERO}.{key}" for key in _STAGE_3_ONLY if key.startswith("zero_quantized_")]
-    is_offloaded = value_at(effective, f"{ZERO}.offload_optimizer.device") not in (None, "none")
-    if str(value_at(effective, "optimizer.type")).lower() in ("lamb", *(() if is_offloaded else ("lion",))):
-        keys.append("optimizer.type")
-    for key in keys:
-        if value_at(effective, key):
-            findings.warn(
-                key,
-                f"is {render(value_at(effective, key))}, for which DeepSpeed has no operator on CPUs: CPU ranks fail",
-            )
 
 
 def _check_zero(s: Settings) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dstrial.config.deepspeed_rules.settings import ZERO, Settings
-from dstrial.config.deepspeed_schema import DeepSpeedRules, read_table, releases
+from dstrial.config.deepspeed_schema import DeepSpeedRules
 from dstrial.config.diagnostics import key_path, render
 from dstrial.config.keys import Dialect, Rule, Section, check_keys
 
@@ -120,13 +120,6 @@ def _check_parameters(
 
 def _unknown_type(settings: Settings, section: str, name: str, known: list[str]) -> None:
     by_lower = {candidate.lower(): candidate for candidate in known}
-    if name.lower() in {
-        one.lower() for release in releases() for one in read_table(release)[f"{section}s"]
-    } - {*by_lower}:
-        fix = 'Set it to "AdamW", or to "Lamb" for OneBitLamb.'
-        got = f"{render(name)}, which this release of DeepSpeed has removed"
-        settings.findings.problem(f"{section}.type", got, _KNOWN[section], fix)
-        return
     close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
     fix = (
         f"Set it to {render(by_lower[close[0]])}." if close else "Correct the name, or make it in the trial."

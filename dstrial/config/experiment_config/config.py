@@ -7,6 +7,7 @@ finds and reproduces its earlier runs.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,6 @@ from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, other_con
 from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.documents import Document, read_yaml
 from dstrial.config.dotted_keys import apply_overrides, check_dotted_names, dstrial_section
-from dstrial.config.experiment_config.check import check_searcher, period
 from dstrial.config.experiment_config.dstrial_section import (
     HOOK_NAME,
     check_requirements,
@@ -41,7 +41,15 @@ from dstrial.config.parallel_dims import (
     autotp_clash,
     config_sizes,
 )
-from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S, DIALECT, EXPERIMENT, Length
+from dstrial.config.schema import (
+    DEFAULT_PREEMPTION_TIMEOUT_S,
+    DIALECT,
+    ENDED_SEARCHERS,
+    EXPERIMENT,
+    SEARCHER_COMMON,
+    SEARCHERS,
+    Length,
+)
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.metadata import SavedRun
 from dstrial.resume.plan import check_resumption, with_kept_batch
@@ -188,9 +196,8 @@ def check_experiment(
     stages = _fewest_stages(merged or {}, max(slots_per_trial, 1)) if source.mentions_pipeline else None
     sizes = _sizes(raw, merged, slots_per_trial, slots_key, stages, resumed, findings)
     kind = _device_kind()
-    on_cpu = kind == "cpu" or slots_per_trial == 0 or variables[kind].get("DS_ACCELERATOR") == "cpu"
     checks = {
-        key: (found, _check_engine(key, found, source, sizes, resumed, on_cpu, findings))
+        key: (found, _check_engine(key, found, source, sizes, resumed, findings))
         for key, found in engines.items()
     }
     if resumed is not None:
@@ -203,8 +210,8 @@ def check_experiment(
         raw=raw,
         slots_per_trial=slots_per_trial,
         environment_variables=variables[kind],
-        warnings=tuple(findings.warnings),
-        notes=tuple(findings.notes),
+        warnings=tuple(dict.fromkeys(findings.warnings)),
+        notes=tuple(dict.fromkeys(findings.notes)),
         engines=checks,
         sizes=sizes,
         **_fields_of(raw),
@@ -225,8 +232,10 @@ def _fields_of(raw: Mapping[str, Any]) -> dict[str, Any]:
         "metric": raw["searcher"]["metric"],
         "smaller_is_better": raw["searcher"]["smaller_is_better"],
         "max_length": _max_length(raw["searcher"]),
-        "min_validation_period": period(raw, "min_validation_period"),
-        "min_checkpoint_period": period(raw, "min_checkpoint_period"),
+        **{
+            key: length if (length := Length.from_config(raw[key])).value else None
+            for key in ("min_validation_period", "min_checkpoint_period")
+        },
         "experiment_seed": raw["reproducibility"]["experiment_seed"],
         "profiling_enabled": raw["profiling"]["enabled"],
         "preemption_timeout_s": raw["preemption_timeout"] or DEFAULT_PREEMPTION_TIMEOUT_S,
@@ -291,7 +300,6 @@ def _check_engine(
     source: TrialSource,
     sizes: ParallelDims,
     resumed: SavedRun | None,
-    on_cpu: bool,
     findings: Diagnostics,
 ) -> CheckResult:
     merged = found.merged
@@ -304,7 +312,6 @@ def _check_engine(
         found.lines,
         auto="error" if source.trial else "warning",
         filler=AutoValues.of(source.script),
-        on_cpu=on_cpu,
     )
     findings.problems.extend(checked.problems)
     findings.warnings.extend(checked.warnings)
@@ -318,6 +325,59 @@ def _check_sections(raw: dict[str, Any], given: Mapping[str, Any], findings: Dia
     check_slots(dstrial_section(raw), raw["resources"]["slots_per_trial"], findings)
     if raw["resources"]["slots"] is None:
         del raw["resources"]["slots"]  # a key of commands, which Determined accepts here too
+
+
+def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Diagnostics) -> None:
+    """Check the ``searcher`` section; delete fields of other searchers from ``raw``.
+
+    ``raw`` is the whole config with defaults; ``given`` is the ``searcher`` section as the user wrote it.
+    """
+    searcher = raw["searcher"]
+    if not given:
+        fix = "Add searcher: {name: single, metric: validation_loss, max_length: {batches: 1000}}."
+        findings.problem("searcher", "not given", "a mapping with name and metric", fix)
+        return
+    name = searcher["name"]
+
+    def require(key: str, expected: str, fix: str) -> None:
+        # An invalid value is None in `searcher`; its problem is already recorded.
+        if searcher[key] is None and given.get(key) is None:
+            findings.problem(f"searcher.{key}", "not given", expected, fix)
+
+    require("name", f"one of {', '.join(SEARCHERS)}", "Add name: single.")
+    require(
+        "metric",
+        "the name of a validation metric",
+        "Name the validation metric that says which checkpoint is best.",
+    )
+    if name in ENDED_SEARCHERS:
+        got, fix = (
+            f"{render(name)}, which Determined has ended",
+            "Set it to adaptive_asha, or to single for one trial.",
+        )
+        findings.problem("searcher.name", got, "a searcher that exists", fix)
+    elif name in SEARCHERS:
+        for key in SEARCHERS[name].requires:
+            require(key, f"an integer of at least 1 for {name}", f"Add {key}.")
+        both = "max_time and time_metric together"
+        if SEARCHERS[name].is_timed:
+            both = f"max_time and time_metric: the `{name}` searcher requires `max_time` and `time_metric` to be set"
+        if SEARCHERS[name].is_timed or searcher["time_metric"] is not None:
+            require("max_time", both, "Add max_time: 1000, for example.")
+        if SEARCHERS[name].is_timed or searcher["max_time"] is not None:
+            require("time_metric", both, "Add time_metric: batches, for example.")
+        allowed = (*SEARCHER_COMMON, *SEARCHERS[name].keys)
+        for key in given:
+            if key in searcher and key not in allowed:
+                findings.warn(f"searcher.{key}", f"has no effect with searcher {name}")
+        raw["searcher"] = {key: value for key, value in searcher.items() if key in allowed}
+    elif name is not None:
+        close = difflib.get_close_matches(name, SEARCHERS, n=1) or ["single"]
+        fix = f"Set it to {'async_halving' if name == 'asha' else close[0]}."
+        findings.problem("searcher.name", render(name), f"one of {', '.join(SEARCHERS)}", fix)
+    if searcher["source_trial_id"] is not None and searcher["source_checkpoint_uuid"] is not None:
+        got, fix = "given with source_trial_id", "Keep one of the two."
+        findings.problem("searcher.source_checkpoint_uuid", got, "one of the two", fix)
 
 
 def _check_entrypoint(

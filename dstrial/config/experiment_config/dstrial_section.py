@@ -44,16 +44,6 @@ class TrainingChecks:
         return cls(**{key: section[key] for key in _TRAINING_CHECKS if section.get(key) is not None})
 
 
-def explained(exp_conf: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
-    """Return (dotted key, value, whether the config sets it) of each training check."""
-    section = dstrial_section(exp_conf)
-    checks = TrainingChecks.from_config(exp_conf)
-    return [
-        (f"data.dstrial.{key}", getattr(checks, key), section.get(key) is not None)
-        for key in _TRAINING_CHECKS
-    ]
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Elasticity:
     """Numbers of slots with which an elastic trial may resume from a checkpoint."""

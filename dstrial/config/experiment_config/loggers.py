@@ -12,12 +12,10 @@ from dstrial.config.diagnostics import Diagnostics, KeyPath, render
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.config.keys import Rule, Section, check_keys
 from dstrial.config.schema import DIALECT
-from dstrial.config.secrets import SecretNames
 from dstrial.errors import install_command
 
 KEY = "data.dstrial.loggers"
 
-_SECRET_HINTS = ("key", "token", "secret", "passw")
 _PATH: KeyPath = ("data", "dstrial", "loggers")
 
 
@@ -45,12 +43,10 @@ LOGGERS: Mapping[str, Section] = {
         fills_in=False,
     ),
 }
-"""Name of a logger -> its options. The logger's package and dstrial's extra have the same name."""
-_SECRETS = {
-    "wandb": "WANDB_API_KEY",
-    "mlflow": "MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
-}
-"""Name of a logger -> variables with its secret, for messages."""
+"""Name of a logger -> its options; secrets come from the environment.
+
+The logger's package and dstrial's extra have the same name.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,22 +133,8 @@ def _entry(entry: Any, path: KeyPath, findings: Diagnostics) -> LoggerSpec | Non
         return None
     known, where, options = LOGGERS[name], (*path, name), {} if options is None else options
     if not isinstance(options, Mapping):
-        example = "".join(f", or {{{name}: {{{key}: …}}}}" for key in [*known.keys][:1])
-        fix = f"Write {name}{example}."
-        findings.problem(where, render(options), "a mapping of options", fix)
+        findings.problem(where, render(options), "a mapping of options", f"Write {name} alone.")
         return None
     options = {str(key): value for key, value in options.items() if value is not None}
-    for key in [key for key, value in options.items() if _is_secret(known, key, value)]:
-        fix = f"Take it out, and set {_SECRETS.get(name, 'its variable')} in the environment."
-        expected = "secrets from the environment only"
-        findings.problem((*where, key), "a secret in the config", expected, fix)
-        del options[key]
     check_keys(known, options, DIALECT, findings, where)
     return LoggerSpec(name, options)
-
-
-def _is_secret(known: Section, key: str, value: Any) -> bool:
-    names = SecretNames()
-    if key in known.keys:
-        return isinstance(value, str) and names.has_variable("", value)
-    return names.has_field(key, value) or any(hint in key.lower() for hint in _SECRET_HINTS)

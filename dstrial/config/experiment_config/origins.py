@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dstrial.config.deepspeed_rules.check import CheckResult, ExplainedValue, explain
 from dstrial.config.deepspeed_source import DeepSpeedSource
-from dstrial.config.diagnostics import Diagnostics, KeyPath, dotted, locate
+from dstrial.config.diagnostics import KeyPath, dotted, locate
 from dstrial.config.documents import Document, read_yaml_text
-from dstrial.config.dotted_keys import leaves, value_at
+from dstrial.config.dotted_keys import leaves
 from dstrial.config.experiment_config.config import ExperimentConfig, check_experiment
-from dstrial.config.keys import check_keys
 from dstrial.config.merge import merge_template
-from dstrial.config.schema import DIALECT, EXPERIMENT
 from dstrial.config.secrets import SecretNames, masked
 
 LABEL = "experiment config"
 TEMPLATE_ORIGIN = "template"
-CHANGED_ORIGIN = "changed after it was submitted"
 DEFAULT_ORIGIN = "default"
-_CHANGEABLE: tuple[KeyPath, ...] = (
-    ("name",),
-    ("description",),
-    ("labels",),
-    *(("resources", key) for key in ("max_slots", "priority", "weight")),
-    *(("checkpoint_storage", f"save_{key}") for key in ("experiment_best", "trial_best", "trial_latest")),
-)
-"""Keys that can be changed after an experiment is submitted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,52 +41,26 @@ def config_values(
         template: the template that was merged into the submission; None without one.
     """
     return [
-        ConfigValue(dotted(path), value, _origin(path, value, submitted, template))
+        ConfigValue(dotted(path), value, _origin(path, submitted, template))
         for path, value in leaves(effective, ())
     ]
 
 
-def _origin(path: KeyPath, value: Any, submitted: Document, template: Mapping[str, Any] | None) -> str:
-    given, below = _given(submitted.value, path), None if template is None else _given(template, path)
-    if path in _CHANGEABLE and _is_changed(path, value, given or below):
-        return CHANGED_ORIGIN
-    if given is not None:
+def _origin(path: KeyPath, submitted: Document, template: Mapping[str, Any] | None) -> str:
+    if _is_given(submitted.value, path):
         return locate(submitted.lines, path, submitted.label)
-    return DEFAULT_ORIGIN if below is None else TEMPLATE_ORIGIN
+    return TEMPLATE_ORIGIN if template is not None and _is_given(template, path) else DEFAULT_ORIGIN
 
 
-def _is_changed(path: KeyPath, value: Any, given: tuple[Any] | None) -> bool:
-    """Return whether a value has changed since the submission.
-
-    ``given`` is a 1-tuple with the submitted value; if it is None, the default is compared instead.
-    """
-    if given is not None:
-        before = given[0]
-        return bool(sorted(map(str, before)) != value if isinstance(before, list) else before != value)
-    # A missing name is generated, and storages have the master's defaults.
-    return path[0] not in ("name", "checkpoint_storage") and bool(
-        (value or None) != value_at(_defaults(), path, None)
-    )
-
-
-@functools.cache
-def _defaults() -> dict[str, Any]:
-    found = check_keys(EXPERIMENT, {}, DIALECT, Diagnostics({}, LABEL))
-    return {**found, **{key: found.get(key) or None for key in ("description", "labels")}}
-
-
-def _given(config: Any, path: KeyPath) -> tuple[Any] | None:
-    """Return the value at ``path`` as a 1-tuple; None if not given.
-
-    If a parent is no mapping, but a short form such as ``max_length: 100``, the parent's value is returned.
-    """
+def _is_given(config: Any, path: KeyPath) -> bool:
+    """Return whether a config has a value at ``path``, or a short form of a parent."""
     for part in path:
         if not isinstance(config, Mapping):
-            return (config,)
+            return True  # such as max_length: 100
         if config.get(part) is None:
-            return None
+            return False
         config = config[part]
-    return (config,)
+    return True
 
 
 def checked_again(

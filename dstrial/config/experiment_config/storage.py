@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import posixpath
 import urllib.parse
 from collections.abc import Mapping
 from pathlib import PurePosixPath
@@ -44,8 +43,9 @@ def check_storage(raw: Mapping[str, Any], given: object, findings: Diagnostics) 
                 f"checkpoint_storage.{field}", "not given", f"a value for {kind}", f"Add {field}."
             )
     _check_kept_within(storage, findings)
-    if kind == "azure":
-        _check_azure(storage, findings)
+    if kind == "azure" and storage["connection_string"] is None and storage["account_url"] is None:
+        expected = "account_url, or connection_string"
+        findings.problem("checkpoint_storage.account_url", "not given", expected, "Add one of the two.")
     for field, instead in (("endpoint_url", "access_key and secret_key"), ("account_url", "credential")):
         url = urllib.parse.urlsplit(storage[field] or "")
         if url.query or "@" in url.netloc:
@@ -78,52 +78,17 @@ def _check_kept_within(storage: Mapping[str, Any], findings: Diagnostics) -> Non
     Source: Determined 0.38.1 common/storage/shared.py ``_full_storage_path`` (which compares strings, so that ``/data-2``
     counts as a directory below ``/data``) and common/storage/__init__.py ``normalize_prefix``.
     """
-    host_path, prefix = storage["host_path"], storage["prefix"]
-    for key in ("storage_path", "checkpoint_path", "tensorboard_path"):
-        inner = storage[key]
-        if inner is None:
-            continue
-        root = PurePosixPath(host_path or "/")
-        whole = PurePosixPath(posixpath.normpath(root / inner))
-        has_left = ".." in posixpath.normpath(inner).split("/")
-        is_elsewhere = host_path is not None and not whole.is_relative_to(posixpath.normpath(root))
-        if has_left or is_elsewhere:
+    host_path = storage["host_path"]
+    for key in ("storage_path", "checkpoint_path", "tensorboard_path", "prefix"):
+        inner = PurePosixPath(storage[key] or "")
+        is_elsewhere = inner.is_absolute() and host_path is not None and not inner.is_relative_to(host_path)
+        if ".." in inner.parts or (key != "prefix" and is_elsewhere):
             findings.problem(
                 f"checkpoint_storage.{key}",
-                render(inner),
-                f"a directory below host_path{'' if host_path is None else f' ({host_path})'}",
+                render(storage[key]),
+                "a prefix without .." if key == "prefix" else f"a directory below host_path ({host_path})",
                 "Write a relative path without .., or change host_path.",
             )
-    if prefix is not None and ".." in prefix.split("/"):
-        findings.problem(
-            "checkpoint_storage.prefix",
-            render(prefix),
-            "a prefix without ..",
-            "Write it out, without .. in it.",
-        )
-
-
-def _check_azure(storage: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Check that exactly one kind of Azure credentials is given.
-
-    Source: Determined 0.38.1 common/storage/azure_client.py, which silently prefers the connection string.
-    """
-    has_string = storage["connection_string"] is not None
-    if has_string and (storage["account_url"] is not None or storage["credential"] is not None):
-        other = "account_url" if storage["account_url"] is not None else "credential"
-        findings.problem(
-            "checkpoint_storage.connection_string",
-            f"given with {other}",
-            "either connection_string, or account_url with its credential",
-            f"Remove {other}, or connection_string.",
-        )
-    elif not has_string and storage["account_url"] is None:
-        findings.problem(
-            "checkpoint_storage.account_url",
-            "not given",
-            "account_url, or connection_string",
-            "Add one of the two.",
-        )
 
 
 def complete_storage(storage: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,8 +19,7 @@ from dstrial.config.documents import (
     yaml_text,
 )
 from dstrial.config.dotted_keys import dstrial_section
-from dstrial.config.experiment_config.check import check_searcher
-from dstrial.config.experiment_config.config import check_experiment
+from dstrial.config.experiment_config.config import check_experiment, check_searcher
 from dstrial.config.experiment_config.environment import (
     INTERPRETER_VARIABLE,
     check_variables,
@@ -47,7 +46,6 @@ _LOG_POLICIES = (
 )
 NO_IMAGE = "none: the embedded master runs trials without containers"
 _MAX_AT_ONCE = 10_000
-_MAX_BYTES_AT_ONCE = 64 * 2**20
 _MAX_GRID_POINTS = 10**9
 _CAPPED_POINTS = 10**18
 _ADJECTIVES = ("agile", "bold", "calm", "clever", "eager", "keen", "lucid", "quick", "vivid")
@@ -248,13 +246,11 @@ def _check_concurrency(raw: Mapping[str, Any], findings: Diagnostics) -> None:
     num_trials = searcher["max_trials"] if "max_trials" in keys else _num_grid_points(raw["hyperparameters"])
     # If no limit is given, some searchers start fewer trials than this.
     at_once = min(limit or num_trials, num_trials)
-    num_bytes = len(json.dumps(raw["hyperparameters"], default=str)) if at_once > 1 else 1
-    most = min(_MAX_AT_ONCE, max(_MAX_BYTES_AT_ONCE // num_bytes, 1))
-    if at_once > most:
+    if at_once > _MAX_AT_ONCE:
         findings.problem(
             "searcher.max_concurrent_trials",
             f"{limit}, with which up to {at_once} trials begin at once",
-            f"at most {most} with {num_bytes} bytes of hyperparameters at once",
+            f"at most {_MAX_AT_ONCE}",
             "Set it to the number of trials that can really run, 16 for example.",
         )
 

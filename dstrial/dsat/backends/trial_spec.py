@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.config.documents import yaml_text
-from dstrial.config.dotted_keys import nested
 from dstrial.config.secrets import SecretNames, secrets_in
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.candidate import Candidate, layered
@@ -160,8 +159,7 @@ def python_words(entrypoint: str | Sequence[str] | None) -> list[str]:
 def _hyperparameters(settings: SearchConfig, candidate: Candidate) -> dict[str, Any]:
     hparams = dict(copy.deepcopy(settings.written.get("hyperparameters") or {}))
     hparams = layered(hparams, candidate.hyperparameters())
-    # A dotted key beside the candidate's nested key would set the same value twice.
-    before = nested(hparams.get("overwrite_deepspeed_args") or {})
+    before = hparams.get("overwrite_deepspeed_args") or {}
     hparams["overwrite_deepspeed_args"] = layered(before, candidate.overwrite())
     return hparams
 

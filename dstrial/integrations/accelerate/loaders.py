@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from dstrial.config.batch import BATCH_KEYS
@@ -15,11 +15,13 @@ logger = logging.getLogger("dstrial.integrations.accelerate")
 _MICRO = BATCH_KEYS[1]
 
 
-def length_of(loader: Any) -> int:
-    """Return the number of micro batches per epoch on this rank, at least 1.
+def epoch_length_of(loader: Any, micro_batches_per_batch: int) -> int:
+    """Return the number of batches (optimizer steps) per epoch, at least 1.
+
+    An incomplete last batch counts, unless the loader has ``drop_last``.
 
     Raises:
-        DataError: the loader has no length or is empty.
+        DataError: the loader has no length, or less than one batch.
     """
     try:
         length = len(loader)
@@ -28,42 +30,15 @@ def length_of(loader: Any) -> int:
             f"reporter.batches(loader): the loader is a {type(loader).__name__} without a length; expected one with a length, "
             "by which a resume finds its place. Give its data set a __len__, or draw from it yourself and call reporter.step."
         ) from None
-    if length < 1:
-        raise DataError(
-            "reporter.batches(loader): the loader has no micro batch; expected at least one. Pass a data set with records."
-        )
-    return length
-
-
-def epoch_length_of(loader: Any, micro_batches_per_batch: int) -> int:
-    """Return the number of batches (optimizer steps) per epoch, at least 1.
-
-    An incomplete last batch counts, unless the loader has ``drop_last``.
-
-    Raises:
-        DataError: the loader has no length, is empty, or with ``drop_last`` has no complete batch.
-    """
-    length = length_of(loader)
+    found = length // micro_batches_per_batch
     if not _drops_last(loader):
-        return -(-length // micro_batches_per_batch)
-    if length < micro_batches_per_batch:
+        found = -(-length // micro_batches_per_batch)
+    if found < 1:
         raise DataError(
-            f"reporter.batches(loader): the loader, which drops its last records, has {length} of the "
-            f"{micro_batches_per_batch} micro batches of one batch; expected a whole batch. Pass more records."
+            f"reporter.batches(loader): the loader has {length} micro batches; expected a whole batch, "
+            f"{micro_batches_per_batch} micro batches. Pass more records."
         )
-    return length // micro_batches_per_batch
-
-
-def require_equal_lengths(lengths: Sequence[int]) -> None:
-    """Raise DataError unless all ranks' loaders have the same length.
-
-    ``lengths`` has the number of micro batches of each rank.
-    """
-    if len(set(lengths)) > 1:
-        raise DataError(
-            f"reporter.batches(loader): the loaders of ranks 0 to {len(lengths) - 1} have {', '.join(map(str, lengths))} micro "
-            "batches; expected as many on every rank. Prepare the loader with even_batches=True, which is Accelerate's default."
-        )
+    return found
 
 
 def micro_batch_of(accelerator: Any, own: int | None) -> int:

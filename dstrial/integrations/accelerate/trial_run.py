@@ -19,8 +19,6 @@ from dstrial.errors import ConfigError, TrialContractError
 from dstrial.integrations.accelerate.accelerator_checkpoint import AcceleratorCheckpoint, prepared_engines
 from dstrial.integrations.accelerate.loaders import (
     epoch_length_of,
-    length_of,
-    require_equal_lengths,
     require_micro_batch,
     warn_of_unrepeatable_order,
 )
@@ -196,7 +194,6 @@ class TrialRun:
 
     def batches(self, loader: Any) -> Iterator[Any]:
         tracker = self._tracker
-        require_equal_lengths(self._context.distributed.allgather(length_of(loader)))
         epoch_length = tracker.epoch_length = epoch_length_of(loader, self._steps)
         self._reports.batches_total = tracker.batches_total
         warn_of_unrepeatable_order(loader, is_chief=self._is_chief)
@@ -252,11 +249,6 @@ class TrialRun:
         tracker = self._tracker
         reports = tracker.is_report_due or (tracker.is_at_end and self._reports.has_unreported)
         stop = self._reports.exchange(reports=reports)
-        if (
-            self._is_chief and not reports and tracker.batches_total is not None
-        ):  # a report includes the progress
-            progress = min(tracker.batches_trained / tracker.batches_total, 1.0)
-            self._reports.writer.submit(functools.partial(self._core.train.report_progress, progress))
         if stop is not None and not tracker.is_at_end:
             tracker.stopped = stop
             if self._is_chief:

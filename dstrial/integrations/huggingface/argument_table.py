@@ -43,7 +43,7 @@ from dstrial.config.command_line import CommandLine
 from dstrial.config.deepspeed_schema import deepspeed_rules
 from dstrial.config.deepspeed_source import OVERWRITE_KEY, DeepSpeedSource
 from dstrial.config.diagnostics import Diagnostics, key_path, render
-from dstrial.config.dotted_keys import nested, value_at
+from dstrial.config.dotted_keys import value_at
 from dstrial.config.merge import merge_deepspeed
 from dstrial.errors import ConfigError
 from dstrial.resume.batch import keep_batch
@@ -90,7 +90,9 @@ class ArgumentDraft:
         return any(path[:length] in self.source.overwritten for length in range(1, len(path) + 1))
 
     def set_key(self, key: str, value: Any) -> None:
-        self.config = merge_deepspeed(self.config, nested({key: value}))
+        for part in reversed(key_path(key)):
+            value = {part: value}
+        self.config = merge_deepspeed(self.config, value)
 
     def set_argument(self, name: str, value: str | None, winner: str, *, is_expected: bool = False) -> None:
         """Set ``--name`` to the value of the DeepSpeed key ``winner``; None removes it.

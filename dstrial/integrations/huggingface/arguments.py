@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dstrial.config.auto_values import MICRO_FLAG, STEPS_FLAG
 from dstrial.config.batch import BATCH_KEYS
 from dstrial.config.parallel_dims import ParallelDims
+from dstrial.config.schema import Length
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.batch import keep_batch
 from dstrial.resume.metadata import FILLED_KEY, EngineRecord, SavedRun, given_settings
@@ -17,67 +17,7 @@ if TYPE_CHECKING:
     from transformers import TrainerState, TrainingArguments
 
 
-_LENGTH_UNITS = ("batches", "epochs")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TrainerLength:
-    """The length of training that the Trainer's arguments set."""
-
-    value: float
-    unit: str  # `batches` or `epochs`
-    argument: str  # the command-line argument that sets it
-
-    @classmethod
-    def of(cls, max_steps: int, num_train_epochs: float) -> TrainerLength:
-        """Return the length: ``max_steps`` if above 0, otherwise ``num_train_epochs``."""
-        if max_steps > 0:
-            return cls(max_steps, "batches", "--max_steps")
-        return cls(num_train_epochs, "epochs", "--num_train_epochs")
-
-    def __str__(self) -> str:
-        return f"{self.value:g} {self.unit}"
-
-
-def length_problems(
-    searcher: Mapping[str, Any], length: TrainerLength, train_batch_size: int
-) -> list[ConfigProblem]:
-    """Return contradictions between the searcher's and the Trainer's length.
-
-    A ``max_time`` in another unit than batches or epochs is ignored. ``train_batch_size`` (over all ranks) converts records.
-    """
-    problems = []
-    max_length = searcher.get("max_length")
-    if isinstance(max_length, Mapping) and len(max_length) == 1:
-        unit, value = next(iter(max_length.items()))
-        if unit == "records":
-            unit, value = "batches", max(int(value) // train_batch_size, 1)
-        problems += _length_problem("searcher.max_length", f"{dict(max_length)}", str(unit), value, length)
-    elif max_length is not None:
-        unit = str(searcher.get("unit") or "batches")
-        problems += _length_problem("searcher.max_length", f"{max_length}", unit, max_length, length)
-    max_time, time_metric = searcher.get("max_time"), searcher.get("time_metric")
-    if max_time is not None and time_metric in _LENGTH_UNITS:
-        got = f"{max_time} with searcher.time_metric {time_metric}"
-        problems += _length_problem("searcher.max_time", got, str(time_metric), max_time, length)
-    return problems
-
-
-def _length_problem(
-    where: str, got: str, unit: str, value: Any, length: TrainerLength
-) -> list[ConfigProblem]:
-    if unit == length.unit and float(value) == float(length.value):
-        return []
-    flag = {"batches": "--max_steps", "epochs": "--num_train_epochs"}.get(unit, length.argument)
-    clear = " and leave --max_steps out" if unit == "epochs" and length.unit == "batches" else ""
-    return [
-        ConfigProblem(
-            where,
-            got,
-            f"the length of the Trainer, {length} ({length.argument})",
-            f"Pass {flag} {value}{clear}, or change {where}.",
-        )
-    ]
+_FLAGS = {"batches": "max_steps", "epochs": "num_train_epochs"}
 
 
 def sizes_of(args: TrainingArguments) -> tuple[int, int]:
@@ -85,8 +25,39 @@ def sizes_of(args: TrainingArguments) -> tuple[int, int]:
     return int(args.train_batch_size), int(args.gradient_accumulation_steps)
 
 
-def length_of(args: TrainingArguments) -> TrainerLength:
-    return TrainerLength.of(int(args.max_steps), float(args.num_train_epochs))
+def length_of(args: TrainingArguments) -> tuple[str, float]:
+    """Return (unit, length) of training: ``max_steps`` batches if above 0, else epochs."""
+    steps = int(args.max_steps)
+    return ("batches", steps) if steps > 0 else ("epochs", float(args.num_train_epochs))
+
+
+def length_problems(
+    searcher: Mapping[str, Any], length: tuple[str, float], train_batch_size: int
+) -> list[ConfigProblem]:
+    """Return contradictions between the searcher's length and that of the Trainer.
+
+    ``length`` is the result of ``length_of``; ``train_batch_size`` (over all ranks) converts records. A ``max_time`` in another
+    unit than batches or epochs is ignored.
+    """
+    wanted: dict[str, tuple[str, float]] = {}
+    if (max_length := searcher.get("max_length")) is not None:
+        found = Length.from_config(max_length)
+        is_records = found.unit == "records"
+        wanted["max_length"] = (
+            ("batches", max(found.value // train_batch_size, 1)) if is_records else (found.unit, found.value)
+        )
+    if searcher.get("max_time") is not None and searcher.get("time_metric") in _FLAGS:
+        wanted["max_time"] = (searcher["time_metric"], searcher["max_time"])
+    return [
+        ConfigProblem(
+            f"searcher.{key}",
+            f"{value:.15g} {unit}",
+            f"the length of the Trainer, {length[1]:.15g} {length[0]} (--{_FLAGS[length[0]]})",
+            f"Pass --{_FLAGS[unit]} {value:.15g}, or change searcher.{key}.",
+        )
+        for key, (unit, value) in wanted.items()
+        if (unit, value) != length
+    ]
 
 
 def saves_best(args: TrainingArguments) -> bool:

@@ -119,7 +119,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self.startup = Startup(core_context, args)
         weakref.finalize(self, self.startup.close)
         is_chief, facts = core_context.distributed.rank == 0, self.startup.facts
-        length = float(arguments.length_of(args).value)
+        length = float(arguments.length_of(args)[1])
         # Scripts written for Determined before 0.38 read this attribute.
         self.current_op = core.DummySearcherOperation(
             int(length) if length.is_integer() else length, is_chief

@@ -87,19 +87,16 @@ def require_searcher_metrics(metrics: Mapping[str, Any], wanted: Sequence[tuple[
 
 
 class Throughput:
-    """Measures records and tokens per second of training, without pauses."""
+    """Measures records per second of training, without pauses."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._has_started = False
         self._resumed_s: float | None = None  # None while training pauses
         self._active_s = 0.0
-        self._step, self._tokens = 0, 0.0
+        self._step: int | None = None  # step of the last report; None before the start
 
-    def start(self, step: int, tokens: float) -> None:
-        self._has_started = True
-        self._resumed_s, self._active_s = self._clock(), 0.0
-        self._step, self._tokens = step, tokens
+    def start(self, step: int) -> None:
+        self._resumed_s, self._active_s, self._step = self._clock(), 0.0, step
 
     def pause(self) -> None:
         if self._resumed_s is not None:
@@ -110,20 +107,17 @@ class Throughput:
         if self._resumed_s is None:
             self._resumed_s = self._clock()
 
-    def report(self, step: int, tokens: float, train_batch_size: int) -> dict[str, float]:
-        """Return samples and tokens per second since the last report, by metric name.
+    def report(self, step: int, train_batch_size: int) -> dict[str, float]:
+        """Return samples per second since the last report, by metric name.
 
-        ``tokens`` is the number of tokens so far, ``train_batch_size`` the total over all ranks. Returns {} without a new step.
+        ``train_batch_size`` is the total over all ranks. Returns {} without a new step.
         """
-        if not self._has_started or step <= self._step:
+        if self._step is None or step <= self._step:
             return {}
         is_paused = self._resumed_s is None
         self.pause()
-        elapsed_s = max(self._active_s, 1e-9)
-        found = {"samples_per_second": (step - self._step) * train_batch_size / elapsed_s}
-        if tokens > self._tokens:
-            found["tokens_per_second"] = (tokens - self._tokens) / elapsed_s
-        self.start(step, tokens)
+        found = {"samples_per_second": (step - self._step) * train_batch_size / max(self._active_s, 1e-9)}
+        self.start(step)
         if is_paused:
             self.pause()
         return found
@@ -160,7 +154,7 @@ class MetricReporter:
         if isinstance(self._train, LocalTrainContext):
             self._train.rewind_to(state.global_step)
         self._last_percent = 100 * state.global_step // max(state.max_steps, 1)
-        self.speed.start(state.global_step, float(state.num_input_tokens_seen))
+        self.speed.start(state.global_step)
 
     def is_validated(self, step: int) -> bool:
         return step <= self._last_validation
@@ -183,7 +177,7 @@ class MetricReporter:
         ):
             metrics = reported(logs, self._filter)
             if kind is LogKind.TRAINING:
-                metrics |= self.speed.report(step, float(state.num_input_tokens_seen), train_batch_size)
+                metrics |= self.speed.report(step, train_batch_size)
             self._last_training = step
             if self._is_chief:
                 self._train.report_training_metrics(step, {**metrics, **_position(state)})

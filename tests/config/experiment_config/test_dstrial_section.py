@@ -41,18 +41,10 @@ def test_switch_takes_booleans_only(load, problems, key):
     assert f'data.dstrial.{key} is "sometimes"; expected true or false' in problem
 
 
-def test_training_checks_are_read_and_explained(load, tmp_path, capsys):
-    from dstrial.cli.app import main
-
+def test_training_checks_are_read(load):
     raw = load(more="data: {dstrial: {non_finite: warn}}\n").raw
     assert TrainingChecks.from_config(raw) == TrainingChecks("warn", 3)
     assert TrainingChecks.from_config(None) == TrainingChecks("fail", 3)
-
-    path = str(tmp_path / "exp.yaml")
-    assert main(["check", path, str(tmp_path), "--explain"]) == 0
-    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["data.dstrial.non_finite", '"warn"', path] in printed
-    assert ["data.dstrial.non_finite_patience", "3", "dstrial's", "default"] in printed
 
 
 FOUR_SLOTS = "resources: {slots_per_trial: 4}\n"

@@ -1,4 +1,4 @@
-"""Origins of config values: a line, the template, a default, a later change."""
+"""Origins of config values: a line, the template, or a default."""
 
 from __future__ import annotations
 
@@ -39,23 +39,6 @@ def test_value_origin_is_line_template_or_default() -> None:
         "max_restarts": "template",
         "debug": "default",
         "labels": "default",
-    }
-
-
-def test_value_changed_after_submission_has_own_origin() -> None:
-    effective = {
-        "name": "another",
-        "labels": ["new"],
-        "description": "",
-        "resources": {"weight": 1, "priority": 7},
-    }
-    found = {one.key: one.origin for one in config_values(effective, read_yaml_text(TEXT, "c"), None)}
-    assert found == {
-        "name": "changed after it was submitted",
-        "labels": "changed after it was submitted",
-        "description": "default",
-        "resources.weight": "default",
-        "resources.priority": "changed after it was submitted",
     }
 
 

@@ -260,7 +260,6 @@ def test_trainer_reports_contain_progress_and_throughput(runs: Runs) -> None:
     metrics = runs.reports("zero2", "training")[3]
     assert (metrics["batches"], metrics["epochs"]) == (3, pytest.approx(0.3))
     assert metrics["samples_per_second"] > 0
-    assert metrics["tokens_per_second"] > 0
     evaluation = runs.reports("zero2", "validation")[4]
     assert evaluation["batches"] == 4
     assert {"eval_loss", "eval_samples_per_second"} < set(evaluation)
@@ -338,8 +337,8 @@ def test_exported_checkpoint_loads_with_transformers(runs: Runs) -> None:
         (
             "lengths",
             [
-                "searcher.max_length is {'batches': 7}; expected the length of the Trainer, 6 batches",
-                "searcher.max_time is 2 with searcher.time_metric epochs",
+                "searcher.max_length is 7 batches; expected the length of the Trainer, 6 batches",
+                "searcher.max_time is 2 epochs",
             ],
         ),
         *(

@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +15,7 @@ from sample_layouts import PLAIN_LAYOUT
 from dstrial import dsat
 from dstrial.checkpoint.manifest import Manifest, write_manifest
 from dstrial.errors import ConfigError
-from dstrial.integrations.huggingface.hf_args import effective_directory, write_effective_config
+from dstrial.integrations.huggingface.hf_args import effective_directory
 from dstrial.resume.metadata import EngineRecord, run_metadata
 
 CONFIG = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
@@ -195,21 +192,3 @@ def test_hf_args_cluster_trial_keeps_own_checkpoint_batch(
     returned = dsat.get_hf_args_with_overwrites(BEGAN_WITH, {"deepspeed_config": "ds_config.json"})
 
     assert returned[:4] == expected
-
-
-@pytest.mark.process
-def test_effective_config_concurrent_writes_are_atomic(tmp_path: Path) -> None:
-    code = (
-        "import json, sys; from pathlib import Path\n"
-        "from dstrial.integrations.huggingface.hf_args import write_effective_config\n"
-        "for _ in range(100):\n"
-        "    path = write_effective_config({'key': ['value'] * 5000}, Path(sys.argv[1]))\n"
-        "    assert len(json.loads(path.read_text())['key']) == 5000\n"
-    )
-    started = [
-        subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=dict(os.environ)) for _ in range(3)
-    ]
-
-    assert [process.wait(timeout=120) for process in started] == [0, 0, 0]
-    (path,) = tmp_path.iterdir()
-    assert path == write_effective_config({"key": ["value"] * 5000}, tmp_path)
