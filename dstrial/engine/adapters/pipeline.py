@@ -16,9 +16,8 @@ from deepspeed import PipelineEngine, comm
 from dstrial.engine.adapters.base import EngineAdapter
 from dstrial.engine.adapters.validation_plan import ValidationRound
 from dstrial.engine.deepspeed_internals import engines
-from dstrial.engine.files import describe_rank
 from dstrial.engine.random_state import RngState
-from dstrial.engine.state import bind_load_checkpoint
+from dstrial.engine.state import bind_load_checkpoint, describe_rank
 from dstrial.errors import DataError, TrialContractError
 
 _TRAINING_SHAPE = "training"
