@@ -103,7 +103,7 @@ class CheckpointLoader:
             stack.enter_context(vouched_for(context.models, trusts_code=trusts))
             stack.enter_context(engines.ignoring_load_universal(context.models))
             saved = list(layouts_of(manifest, path))
-            now = [Layout.from_json(values) for values in self._state.layouts()]
+            now = self._state.layouts()
             saved_size = saved[0].world_size if saved else context.distributed.size
             _require_ranks(path, manifest.files, saved_size)
             rank = context.distributed.rank

@@ -119,13 +119,17 @@ class CheckpointSaver:
         progress = self._state.progress
         channel = self._channel()
         previous, progress.last_checkpoint = progress.last_checkpoint, progress.batches_trained
-        metadata = self._metadata()
+        layouts = self._state.layouts_to_save()
+        metadata = {
+            **base_metadata(progress.batches_trained),
+            **self._state.runtime.checkpoint_metadata(layouts, self._state.trial_id),
+        }
         try:
             with contextlib.ExitStack() as stack:
                 path, uuid = stack.enter_context(
                     _store_on(self._state.runtime.core.checkpoint, channel).store_path(metadata, shard=True)
                 )
-                copied = self._copy(pathlib.Path(path), loop_state, metadata)
+                copied = self._copy(pathlib.Path(path), loop_state, layouts, metadata)
                 block = stack.pop_all()
         except _ExitRank as left:
             progress.last_checkpoint = previous
@@ -152,13 +156,13 @@ class CheckpointSaver:
             self._own_channel = ControlChannel(distributed.identity, timeout_s=distributed.timeout_s)
         return self._own_channel
 
-    def _metadata(self) -> dict[str, Any]:
-        return {
-            **base_metadata(self._state.progress.batches_trained),
-            **self._state.runtime.checkpoint_metadata(self._state.layouts(), self._state.trial_id),
-        }
-
-    def _copy(self, path: pathlib.Path, loop_state: Mapping[str, Any], metadata: dict[str, Any]) -> _Copied:
+    def _copy(
+        self,
+        path: pathlib.Path,
+        loop_state: Mapping[str, Any],
+        layouts: Sequence[Mapping[str, Any]],
+        metadata: dict[str, Any],
+    ) -> _Copied:
         """Copy this rank's state; without background saving, write the files at once.
 
         Ranks: all, collectively.
@@ -174,7 +178,6 @@ class CheckpointSaver:
         )
         try:
             self._copy_engines(path, copies)
-            layouts = self._state.layouts_to_save()
             self._state.callbacks.call("on_checkpoint_end", str(path))
             self._state.callbacks.call("on_checkpoint_write_end", str(path))
         except Exception as error:
