@@ -136,7 +136,8 @@ def resume_problems(
                 )
             except ConfigError as error:
                 problems += error.problems
-        if num_slots != engine.world_size or replica != engine.replica:
+        stage = engine.zero_stage if config is None else _zero_stage(config)
+        if (num_slots, replica, stage) != (engine.world_size, engine.replica, engine.zero_stage):
             problems += _reshard_problems(saved, engine, replica, num_slots, slots_key)
     return list(dict.fromkeys(problems))
 
@@ -200,6 +201,12 @@ def check_resumption(
         where=[{key: own.place(key) for key in BATCH_KEYS} for own in places],
     )
     findings.problems.extend(problem for problem in found if problem not in findings.problems)
+
+
+def _zero_stage(config: Mapping[str, Any]) -> int:
+    zero = config.get("zero_optimization")
+    stage = zero.get("stage") if isinstance(zero, Mapping) else zero is True
+    return int(stage) if isinstance(stage, int) else 0
 
 
 def _reshard_problems(
