@@ -2,7 +2,7 @@
 
 A checkpoint directory contains ``model<i>/`` (engines, or files of the trial's own ``save``), ``dstrial_rank<r>.pt`` (the
 rank's counters, random states, unreported metrics, reducers, callbacks), ``load_data.json`` (configuration),
-``manifest.json`` (layout; size, checksum and reading ranks of every file) and, written last, the completion marker.
+``manifest.json`` (layout; size and checksum of every file) and, written last, the completion marker.
 
 Pickle files with only plain values and classes of ``safe_load.LISTED`` are always loaded. Other pickle files can run code. They
 are loaded only if the manifest is signed by this account, if the master knows the manifest's SHA-256 from the trial, or if the
