@@ -206,26 +206,22 @@ def _damaged(path: pathlib.Path, got: str) -> CheckpointDamagedError:
 
 
 def _manifest_of(path: pathlib.Path, values: Mapping[str, Any]) -> Manifest:
-    def take(holder: Mapping[str, Any], where: str, key: str, kind: type) -> Any:
+    def take(holder: Mapping[str, Any], key: str, kind: type) -> Any:
         value = holder.get(key)
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise _damaged(path, f"without a usable {where}{key} ({value!r})")
+            raise _damaged(path, f"without a usable {key} ({value!r})")
         return value
 
     files: dict[str, FileEntry] = {}
-    for name, entry in take(values, "", "files", dict).items():
+    for name, entry in take(values, "files", dict).items():
         pure = pathlib.PurePosixPath(name)
         if not isinstance(entry, dict) or pure.is_absolute() or ".." in pure.parts or "\0" in name:
-            raise _damaged(path, f"without a usable files.{name}")
-        where = f"files.{name}."
-        files[name] = FileEntry(
-            num_bytes=take(entry, where, "bytes", int),
-            sha256=take(entry, where, "sha256", str),
-        )
+            raise _damaged(path, f"without a usable entry of files ({name!r})")
+        files[name] = FileEntry(take(entry, "bytes", int), take(entry, "sha256", str))
     return Manifest(
-        steps_completed=take(values, "", "steps_completed", int),
-        created=take(values, "", "created", str),
-        layouts=tuple(take(values, "", "layouts", list)),
+        steps_completed=take(values, "steps_completed", int),
+        created=take(values, "created", str),
+        layouts=tuple(take(values, "layouts", list)),
         files=files,
-        format=take(values, "", "format", int),
+        format=take(values, "format", int),
     )

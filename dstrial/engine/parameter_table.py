@@ -40,9 +40,9 @@ def collect_layout(engine: DeepSpeedEngine, allgather: Callable[[Any], list[Any]
     places = _places(engine, part, slots, int(engine.stage_id) if dims.is_pipeline else 0)
     replica = engines.replica(engine)
     tables: dict[int, tuple[list[ParameterPlace], list[FlatBuffer]]] = {}
-    for its_part, its_replica, its_places, its_buffers in allgather((part, replica, places, buffers)):
-        if its_replica == 0:
-            tables.setdefault(its_part, (its_places, its_buffers))
+    for its_part, table in allgather((part, (places, buffers) if replica == 0 else None)):
+        if table is not None:
+            tables.setdefault(its_part, table)
     ordered = [tables[its_part] for its_part in sorted(tables)]
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"

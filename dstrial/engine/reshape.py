@@ -19,9 +19,8 @@ from dstrial.checkpoint.layout import Layout, ParameterPlace, keeps_whole_matric
 from dstrial.checkpoint.shards import Shard, ShardMap, own_shard, positions_in_groups
 from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine, is_equal
 from dstrial.engine.deepspeed_internals import engines, optimizers
-from dstrial.engine.files import describe_rank
 from dstrial.engine.parameter_names import named_parameters
-from dstrial.engine.state import describe_untied
+from dstrial.engine.state import describe_rank, describe_untied
 from dstrial.errors import CheckpointError, CheckpointLayoutError
 from dstrial.resume.plan import reshape_problems
 

@@ -28,9 +28,8 @@ from dstrial.engine.deepspeed_internals.engines import (
     CheckpointEngine,
     TorchCheckpointEngine,
 )
-from dstrial.engine.files import describe_rank, engine_files
 from dstrial.engine.host_memory import available_bytes
-from dstrial.engine.state import save_engine
+from dstrial.engine.state import describe_rank, save_engine
 
 logger = logging.getLogger("dstrial.engine")
 
@@ -305,16 +304,11 @@ class _ReplayingModule:
 # ---- engines -----------------------------------------------------------------------------------------
 
 
-def copy_engine(
-    engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str, copies: StateCopies
-) -> tuple[str, ...]:
+def copy_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str, copies: StateCopies) -> None:
     """Copy to ``copies`` the state that ``save_engine`` would write.
 
     Call between two optimizer steps. If DeepSpeed does not write with ``torch.save`` (fast, decoupled or DataStates checkpoint
     engine), or writes torch's old format, the engine is saved at once.
-
-    Returns:
-        The files of this rank, relative to ``path``, that must exist after ``copies.write()``.
 
     Ranks: all, collectively.
     """
@@ -322,13 +316,12 @@ def copy_engine(
     if type(own) is not TorchCheckpointEngine or not own.zipfile_serialization:
         logger.info("%s writes through DeepSpeed's %s: at once", describe_rank(engine), type(own).__name__)
         save_engine(engine, path, tag)
-        return engine_files(engine, tag).written
+        return
     engine.checkpoint_engine = _CopyingCheckpointEngine(own, copies)
     try:
         engine.save_checkpoint(str(path), tag=tag)
     finally:
         engine.checkpoint_engine = own
-    return engine_files(engine, tag).written
 
 
 class _CopyingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # deepspeed ships no types

@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from deepspeed import DeepSpeedEngine, PipelineEngine, PipelineModule, checkpointing
+from deepspeed import DeepSpeedEngine, PipelineEngine, PipelineModule, checkpointing, comm
 
 from dstrial.checkpoint.layout import Layout
 from dstrial.engine.checkpoint_reader.saved_engine import is_equal
 from dstrial.engine.deepspeed_internals import engines, optimizers
-from dstrial.engine.files import describe_rank, engine_files, latest_tag, missing_files, require_written
 from dstrial.engine.parameter_names import named_buffers
-from dstrial.errors import CheckpointError, CheckpointLayoutError
+from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointLayoutError
 
 _SCHEDULED = ("lr", "betas", "momentum")
 # torch's schedulers store their base learning rate in initial_lr.
@@ -23,12 +22,12 @@ _OPTIMIZER_SETTINGS = (*_SCHEDULED, "initial_lr", "eps", "weight_decay", "dampen
 
 
 def save_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> None:
-    """Save ``engine`` in ``path/tag``, and check that this rank's files exist.
+    """Save ``engine`` in ``path/tag``.
 
     Call between two optimizer steps.
 
     Raises:
-        CheckpointError: a file could not be written, or is missing afterwards.
+        CheckpointError: a file could not be written.
 
     Ranks: all, collectively.
     """
@@ -39,7 +38,6 @@ def save_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> 
             f"checkpoint {path} could not be written by {describe_rank(engine)}: {error}. Make room or choose another "
             "directory, and resume from the previous checkpoint."
         ) from error
-    require_written(path, engine_files(engine, tag).written, describe_rank(engine))
 
 
 def load_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> None:
@@ -48,16 +46,10 @@ def load_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> 
     ``engine`` must have the rank layout of the engine that wrote the checkpoint; otherwise use ``load_reshaped``.
 
     Raises:
-        CheckpointError: a file is missing, or DeepSpeed finds nothing to load.
+        CheckpointError: DeepSpeed finds nothing to load.
 
     Ranks: all, collectively.
     """
-    missing = missing_files(path, engine_files(engine, tag).read)
-    if missing:
-        raise CheckpointError(
-            f"Failed to load deepspeed checkpoint. {path} is without {', '.join(missing)}; expected every file that "
-            f"{describe_rank(engine)} reads. Restore the files, or resume from another checkpoint."
-        )
     loaded, _ = engine.load_checkpoint(str(path), tag=tag)
     if loaded is None:
         raise CheckpointError(
@@ -65,6 +57,33 @@ def load_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> 
             f"{describe_rank(engine)}; "
             "expected engine files. Resume from another checkpoint."
         )
+
+
+def latest_tag(load_dir: str | pathlib.Path) -> str | None:
+    """Return the tag that the file ``latest`` names; None if the file is missing.
+
+    Raises:
+        CheckpointDamagedError: the tag is not a plain folder name. DeepSpeed does not check the tag: ``../../x`` would
+            load files outside the checkpoint.
+
+    Source: DeepSpeed 0.19.8 ``DeepSpeedEngine.load_checkpoint``.
+    """
+    path = pathlib.Path(load_dir) / "latest"
+    if not path.is_file():
+        return None
+    tag = path.read_text(encoding="utf-8", errors="replace").strip()
+    if pathlib.PurePosixPath(tag).name != tag or tag in ("", "..") or "\0" in tag:
+        raise CheckpointDamagedError(
+            f"{path} names {tag[:80]!r}; expected the name of a folder beside it, as DeepSpeed writes it. Use another checkpoint."
+        )
+    return tag
+
+
+def describe_rank(engine: DeepSpeedEngine) -> str:
+    """Return ``rank 3``, or ``rank 3 (stage 1)`` in a pipeline, for messages."""
+    if isinstance(engine, PipelineEngine):
+        return f"rank {comm.get_rank()} (stage {engine.stage_id})"
+    return f"rank {comm.get_rank()}"
 
 
 def engine_extra_state(engine: DeepSpeedEngine) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 A checkpoint directory contains ``model<i>/`` (engines, or files of the trial's own ``save``), ``dstrial_rank<r>.pt`` (the
 rank's counters, random states, unreported metrics, reducers, callbacks), ``load_data.json`` (configuration),
-``manifest.json`` (layout; size, checksum and reading ranks of every file) and, written last, the completion marker.
+``manifest.json`` (layout; size and checksum of every file) and, written last, the completion marker.
 
 Pickle files with only plain values and classes of ``safe_load.LISTED`` are always loaded. Other pickle files can run code. They
 are loaded only if the manifest is signed by this account, if the master knows the manifest's SHA-256 from the trial, or if the
@@ -105,7 +105,7 @@ class CheckpointLoader:
             stack.enter_context(vouched_for(context.models, trusts_code=trusts))
             stack.enter_context(engines.ignoring_load_universal(context.models))
             saved = list(layouts_of(manifest, path))
-            now = [Layout.from_json(values) for values in self._state.layouts()]
+            now = self._state.layouts()
             saved_size = saved[0].world_size if saved else context.distributed.size
             _require_ranks(path, manifest.files, saved_size)
             # If ``autotp_size`` has changed, all ranks of a replica continue the random states of one saved rank.

@@ -22,7 +22,6 @@ from determined import constants, core
 
 from dstrial.checkpoint.file_roles import rank_state_name
 from dstrial.checkpoint.manifest import FileEntry, hash_files, share_of
-from dstrial.engine.files import require_written
 from dstrial.engine.frozen_parameters import leave_out_frozen, leaves_out_frozen
 from dstrial.engine.random_state import RngState
 from dstrial.engine.snapshot import HostBuffers, StateCopies, copy_engine
@@ -62,14 +61,12 @@ class _Copied:
     """One rank's copied state that the background thread still has to write.
 
     Attributes:
-        engine_files: files, relative to ``path``, that must exist after writing.
         configuration: content of ``load_data.json`` on rank 0; empty on other ranks.
     """
 
     path: pathlib.Path
     batches_trained: int
     copies: StateCopies
-    engine_files: tuple[str, ...]
     configuration: str
     layouts: Sequence[Mapping[str, Any]]
     metadata: dict[str, Any]
@@ -122,13 +119,17 @@ class CheckpointSaver:
         progress = self._state.progress
         channel = self._channel()
         previous, progress.last_checkpoint = progress.last_checkpoint, progress.batches_trained
-        metadata = self._metadata()
+        layouts = self._state.layouts_to_save()
+        metadata = {
+            **base_metadata(progress.batches_trained),
+            **self._state.runtime.checkpoint_metadata(layouts, self._state.trial_id),
+        }
         try:
             with contextlib.ExitStack() as stack:
                 path, uuid = stack.enter_context(
                     _store_on(self._state.runtime.core.checkpoint, channel).store_path(metadata, shard=True)
                 )
-                copied = self._copy(pathlib.Path(path), loop_state, metadata)
+                copied = self._copy(pathlib.Path(path), loop_state, layouts, metadata)
                 block = stack.pop_all()
         except _ExitRank as left:
             progress.last_checkpoint = previous
@@ -155,13 +156,13 @@ class CheckpointSaver:
             self._own_channel = ControlChannel(distributed.identity, timeout_s=distributed.timeout_s)
         return self._own_channel
 
-    def _metadata(self) -> dict[str, Any]:
-        return {
-            **base_metadata(self._state.progress.batches_trained),
-            **self._state.runtime.checkpoint_metadata(self._state.layouts(), self._state.trial_id),
-        }
-
-    def _copy(self, path: pathlib.Path, loop_state: Mapping[str, Any], metadata: dict[str, Any]) -> _Copied:
+    def _copy(
+        self,
+        path: pathlib.Path,
+        loop_state: Mapping[str, Any],
+        layouts: Sequence[Mapping[str, Any]],
+        metadata: dict[str, Any],
+    ) -> _Copied:
         """Copy this rank's state; without background saving, write the files at once.
 
         Ranks: all, collectively.
@@ -176,8 +177,7 @@ class CheckpointSaver:
             lambda error: self._describe(path, self._state.progress.batches_trained, error),
         )
         try:
-            expected = self._copy_engines(path, copies)
-            layouts = self._state.layouts_to_save()
+            self._copy_engines(path, copies)
             self._state.callbacks.call("on_checkpoint_end", str(path))
             self._state.callbacks.call("on_checkpoint_write_end", str(path))
         except Exception as error:
@@ -188,7 +188,6 @@ class CheckpointSaver:
             path=path,
             batches_trained=self._state.progress.batches_trained,
             copies=copies,
-            engine_files=expected,
             configuration=self._configuration() if is_chief else "",
             layouts=layouts,
             metadata=metadata,
@@ -215,14 +214,12 @@ class CheckpointSaver:
         if copies.has_failed:
             _require_picklable(state)
 
-    def _copy_engines(self, path: pathlib.Path, copies: StateCopies) -> tuple[str, ...]:
+    def _copy_engines(self, path: pathlib.Path, copies: StateCopies) -> None:
         if self._saves_itself:
             self._state.trial.save(self._state.context, path)
-            return ()
-        expected: list[str] = []
+            return
         for engine_idx, engine in enumerate(self._state.context.models):
-            expected += copy_engine(engine, path, f"model{engine_idx}", copies)
-        return tuple(expected)
+            copy_engine(engine, path, f"model{engine_idx}", copies)
 
     def _configuration(self) -> str:
         load_data = {
@@ -262,7 +259,6 @@ class CheckpointSaver:
             copied.copies.write()
         except RuntimeError as error:  # raised by torch's C++ writer if the disk is full
             raise CheckpointError(self._describe(copied.path, copied.batches_trained, error)) from error
-        require_written(copied.path, copied.engine_files, f"rank {self._state.context.distributed.rank}")
         if self._state.context.distributed.rank == 0:
             (copied.path / "load_data.json").write_text(copied.configuration)
             model = pathlib.Path(constants.MANAGED_TRAINING_MODEL_COPY)

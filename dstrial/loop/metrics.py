@@ -64,33 +64,27 @@ def copied(value: Any) -> Any:
         return value
 
 
-def _host_number(value: Any) -> float | None:
-    """Return a number as float, or the mean of an array or list; None for others."""
-    if isinstance(value, (int, float)):
-        return float(value)
+def _as_double(value: Any) -> torch.Tensor | None:
+    """Return a number, or the mean of an array, list or tensor, as float64; None for others.
+
+    The result, of shape (), has a storage of its own on the device of ``value``, which is not synchronised.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(torch.float64, copy=True).mean()
     try:
         array = np.asarray(value)
         if array.dtype.kind not in "biuf" or array.size == 0:
             return None
-        return float(array.mean())
+        return torch.tensor(float(array.mean()), dtype=torch.float64)
     except (TypeError, ValueError):
         return None
 
 
-def _combine_on_device(
-    held: torch.Tensor | float | None, amount: torch.Tensor, reducer: pytorch.Reducer, weight: float
-) -> torch.Tensor:
-    dtype = torch.float64
-    if reducer is pytorch.Reducer.AVG:
-        if isinstance(held, torch.Tensor):
-            return held.add_(amount, alpha=weight)
-        return amount.to(dtype, copy=True).mul_(weight).add_(held or 0.0)
-    if held is None:
-        return amount.to(dtype, copy=True)
-    if reducer is pytorch.Reducer.SUM:
-        return amount.to(dtype) + held
-    choose = torch.maximum if reducer is pytorch.Reducer.MAX else torch.minimum
-    return choose(amount.to(dtype), torch.as_tensor(held, dtype=dtype, device=amount.device))
+def _combined(held: torch.Tensor, amount: torch.Tensor, reducer: pytorch.Reducer) -> torch.Tensor:
+    if reducer in (pytorch.Reducer.AVG, pytorch.Reducer.SUM):
+        return held + amount
+    choose = torch.maximum if reducer is pytorch.Reducer.MAX else torch.minimum  # both propagate NaN
+    return choose(held, amount)
 
 
 def losses_among(names: Iterable[str]) -> list[str]:
@@ -126,10 +120,10 @@ class MetricWindow:
     ) -> None:
         self.where = where
         self._watches_losses = watches_losses
-        self._newest_losses: dict[str, torch.Tensor | float | None] = {}
+        self._newest_losses: dict[str, torch.Tensor | None] = {}
         self._reducer_of = reducer_of
         self._keep_batches = keep_batches
-        self._totals: dict[str, Any] = {}
+        self._totals: dict[str, torch.Tensor | None] = {}
         self._weight = 0.0
         self._num_calls = 0
         self._batches: list[dict[str, Any]] = []
@@ -159,19 +153,16 @@ class MetricWindow:
                 f"expected {sorted(totals)} as in the calls before. Return the same metric names every time."
             )
         for name, value in metrics.items():
-            amount: torch.Tensor | float | None
-            if not isinstance(value, torch.Tensor):
-                amount = _host_number(value)
-            elif value.is_cpu:
-                amount = value.item() if value.ndim == 0 else float(value.detach().double().mean())
-            else:
-                amount = value.detach()
-                if amount.ndim:
-                    amount = amount.double().mean()
+            amount = _as_double(value)
             if name in self._newest_losses:
-                # A clone, because the tensor may be a view of a large one.
-                self._newest_losses[name] = amount.clone() if isinstance(amount, torch.Tensor) else amount
-            self._accumulate(name, amount, weight)
+                self._newest_losses[name] = amount
+            reducer = self._reducer_of(name)
+            if amount is not None and reducer is pytorch.Reducer.AVG:
+                amount = amount * weight
+            if name in totals and amount is not None:
+                held = totals[name]
+                amount = None if held is None else _combined(held, amount, reducer)
+            totals[name] = amount
         self._weight += weight
         self._num_calls += 1
         if self._keep_batches:
@@ -179,35 +170,17 @@ class MetricWindow:
                 {k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in metrics.items()}
             )
 
-    def _accumulate(self, name: str, amount: torch.Tensor | float | None, weight: float) -> None:
-        held = self._totals.get(name)
-        is_first = held is None and name not in self._totals
-        reducer = self._reducer_of(name)
-        if amount is None or (held is None and not is_first):
-            self._totals[name] = None
-        elif isinstance(amount, torch.Tensor):
-            self._totals[name] = _combine_on_device(held, amount, reducer, weight)
-        elif reducer is pytorch.Reducer.AVG:
-            self._totals[name] = amount * weight if held is None else held + amount * weight
-        elif held is None:
-            self._totals[name] = amount
-        elif reducer is pytorch.Reducer.SUM:
-            self._totals[name] = held + amount
-        else:
-            choose = np.maximum if reducer is pytorch.Reducer.MAX else np.minimum  # both propagate NaN
-            self._totals[name] = float(choose(held, amount))
-
     def totals(self) -> MetricTotals:
         """Move all totals to the host, with one copy and synchronisation per device."""
         by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
         for name, total in self._totals.items():
-            if isinstance(total, torch.Tensor):
+            if total is not None:
                 by_device.setdefault(total.device, {})[name] = total
-        values = dict(self._totals)
+        values: dict[str, float | None] = dict.fromkeys(self._totals)
         for tensors in by_device.values():
             values.update(zip(tensors, torch.stack(list(tensors.values())).tolist(), strict=True))
         finite = {
-            name: math.isfinite(math.nan if values[name] is None else values[name]) or math.isfinite(loss)
+            name: math.isfinite(loss) or math.isfinite(math.nan if (mean := values[name]) is None else mean)
             for name, loss in self._newest_losses.items()
             if loss is not None
         }
@@ -239,12 +212,8 @@ class MetricWindow:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the totals since the last report, for a checkpoint."""
-        totals = {
-            name: held.clone() if isinstance(held, torch.Tensor) else held
-            for name, held in self._totals.items()
-        }
         return {
-            "totals": totals,
+            "totals": dict(self._totals),
             "weight": self._weight,
             "num_calls": self._num_calls,
             "batches": list(self._batches),
@@ -252,8 +221,7 @@ class MetricWindow:
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         self._totals = {
-            name: held.to(device) if isinstance(held, torch.Tensor) else held
-            for name, held in state["totals"].items()
+            name: None if held is None else held.to(device) for name, held in state["totals"].items()
         }
         self._weight = float(state["weight"])
         self._num_calls = int(state["num_calls"])

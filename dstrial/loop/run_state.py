@@ -12,7 +12,6 @@ import torch
 
 from dstrial.checkpoint.layout import Layout
 from dstrial.engine.frozen_parameters import frozen_checksums, leaves_out_frozen
-from dstrial.engine.parameter_names import named_parameters
 from dstrial.loop.boundaries import Progress
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.metrics import MetricWindow, copied
@@ -41,51 +40,38 @@ class RunState:
     progress: Progress
     window: MetricWindow
     trial_id: int
-    _layouts: list[dict[str, Any]] | None = dataclasses.field(default=None, init=False)
-    _frozen_checksums: list[dict[str, str]] | None = dataclasses.field(default=None, init=False)
-    _frozen: list[set[str]] = dataclasses.field(default_factory=list, init=False)
+    _frozen: list[list[str]] = dataclasses.field(default_factory=list, init=False)
+    _frozen_checksums: list[dict[str, str]] = dataclasses.field(default_factory=list, init=False)
 
     @property
     def runtime(self) -> TrialRuntime:
         return runtime_of(self.context)
 
-    def layouts(self) -> list[dict[str, Any]]:
-        """Return, for each engine, how its state is split over ranks, as JSON values.
-
-        Ranks: all, collectively at the first call.
-        """
-        if self._layouts is None:
-            gather = self.context.distributed.allgather
-            self._frozen = self._frozen_now()
-            self._layouts = [adapter.layout(gather).to_json() for adapter in self.runtime.adapters]
-        return self._layouts
+    def layouts(self) -> list[Layout]:
+        """Return, for each engine, how its state is split over ranks. Ranks: all, collectively."""
+        gather = self.context.distributed.allgather
+        return [adapter.layout(gather) for adapter in self.runtime.adapters]
 
     def layouts_to_save(self) -> list[dict[str, Any]]:
-        """Return ``layouts()`` with checksums of the frozen parameters that are not saved.
+        """Return ``layouts()`` as JSON values, with checksums of parameters that are not saved.
 
-        Layouts and checksums are collected again only if parameters were frozen or unfrozen since the last call. Ranks: all,
-        collectively.
+        Checksums are computed again only if other parameters are frozen than at the last call. Ranks: all, collectively.
         """
-        has_changed = self._layouts is not None and self._frozen != self._frozen_now()
-        if any(self.context.distributed.allgather(has_changed)):
-            self._layouts = self._frozen_checksums = None
-        if self._frozen_checksums is None and leaves_out_frozen(self.runtime.exp_conf):
-            gather = self.context.distributed.allgather
-            self._frozen_checksums = [
-                frozen_checksums(engine, Layout.from_json(layout), gather)
-                for engine, layout in zip(self.context.models, self.layouts(), strict=True)
+        layouts = self.layouts()
+        if leaves_out_frozen(self.runtime.exp_conf):
+            frozen = [[one.name for one in layout.parameters if not one.trainable] for layout in layouts]
+            if frozen != self._frozen:
+                gather = self.context.distributed.allgather
+                engines = zip(self.context.models, layouts, strict=True)
+                self._frozen_checksums = [
+                    frozen_checksums(engine, layout, gather) for engine, layout in engines
+                ]
+                self._frozen = frozen
+            layouts = [
+                dataclasses.replace(layout, frozen_checksums=checksums)
+                for layout, checksums in zip(layouts, self._frozen_checksums, strict=True)
             ]
-        checksums = self._frozen_checksums or [{}] * len(self.layouts())
-        return [
-            {**layout, **({"frozen_checksums": left_out} if left_out else {})}
-            for layout, left_out in zip(self.layouts(), checksums, strict=True)
-        ]
-
-    def _frozen_now(self) -> list[set[str]]:
-        return [
-            {name for name, parameter in named_parameters(engine.module) if not parameter.requires_grad}
-            for engine in self.context.models
-        ]
+        return [layout.to_json() for layout in layouts]
 
 
 class Snapshot:

@@ -70,7 +70,7 @@ def test_manifest_with_invalid_value_is_damaged(
     manifest: Manifest, tmp_path: pathlib.Path, change: dict[str, object]
 ) -> None:
     (tmp_path / MANIFEST_NAME).write_text(json.dumps({**manifest.to_json(), **change}))
-    with pytest.raises(CheckpointDamagedError, match=next(iter(change))):
+    with pytest.raises(CheckpointDamagedError, match="without a usable"):
         read_manifest(tmp_path)
 
 

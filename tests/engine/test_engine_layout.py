@@ -21,7 +21,6 @@ CASES = [
     "two pipelines",
     "two pipelines, bf16",
 ]
-SCRIPTS = {"latest", "zero_to_fp32.py", "zero_to_torch.py"}
 
 
 PROGRAM = ("layout_program", {})
@@ -29,24 +28,17 @@ PROGRAM = ("layout_program", {})
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES)
-def test_layout_and_files_match_engine(program: RunningProgram, case: str) -> None:
-    result = program.result(case)
-    described, loaded = of_all_ranks(result["described"]), of_all_ranks(result["loaded"])
+def test_layout_is_equal_on_all_ranks(program: RunningProgram, case: str) -> None:
+    described = of_all_ranks(program.result(case))
     for rank in described:
         assert rank["layout"] == described[0]["layout"]
         assert rank["survives_json"]
         assert rank["differences"] == []
-    on_disk = set(described[0]["on_disk"]) | set(described[-1]["on_disk"])
-    assert {file for rank in described for file in rank["written"]} == on_disk - SCRIPTS
-    assert set(described[0]["readers"]) == on_disk - SCRIPTS
-    for rank, read in enumerate(loaded):
-        assert read["opened"] == read["read"]
-        assert read["read"] == [file for file, ranks in described[0]["readers"].items() if rank in ranks]
 
 
 @pytest.mark.ranks
 def test_layout_names_groups_ties_and_frozen_parameters(program: RunningProgram) -> None:
-    layout = Layout.from_json(of_all_ranks(program.result("zero 2, round robin")["described"])[0]["layout"])
+    layout = Layout.from_json(of_all_ranks(program.result("zero 2, round robin"))[0]["layout"])
     places = {place.name: place for place in layout.parameters}
     assert (places["first.weight"].group_idx, places["first.bias"].group_idx) == (0, 1)
     assert places["last.weight"].tied_to == "first.weight"
@@ -54,18 +46,14 @@ def test_layout_names_groups_ties_and_frozen_parameters(program: RunningProgram)
     assert places["first.weight"].shape == (7, 5)
     assert (layout.zero_stage, layout.data_parallel_size, layout.optimizer) == (2, 2, "AdamW")
     assert (layout.engine_kind, layout.wrapper) == ("data_parallel", "DeepSpeedZeroOptimizer")
-    layout = Layout.from_json(of_all_ranks(program.result("pipeline, tied")["described"])[0]["layout"])
+    layout = Layout.from_json(of_all_ranks(program.result("pipeline, tied"))[0]["layout"])
     tied = [place for place in layout.parameters if place.name == "tied_modules.shared.weight"]
     assert [(place.stage, place.tied_to) for place in tied] == [(0, None), (1, "tied_modules.shared.weight")]
     assert (layout.engine_kind, layout.pipeline_stages, layout.data_parallel_size) == ("pipeline", 2, 1)
 
 
 @pytest.mark.ranks
-def test_missing_or_unwritable_files_named_with_rank(program: RunningProgram) -> None:
-    results = program.result("damaged")
-    assert results[1]["error"] == "CheckpointError"
-    assert "zero_pp_rank_1_mp_rank_00_optim_states.pt" in results[1]["message"]
-    assert "rank 1" in results[1]["message"]
+def test_unwritable_directory_is_named_with_rank(program: RunningProgram) -> None:
     named = [result for result in program.result("blocked") if result["error"] == "CheckpointError"]
     assert named
     assert "could not be written by rank 0" in named[0]["message"]

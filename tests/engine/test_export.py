@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import pathlib
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -87,8 +86,3 @@ def test_shards_are_filled_up_to_limit(given_specs: list[TensorSpec], limit: int
         size = sum(spec.num_bytes for spec in shard)
         assert size <= limit or len(shard) == 1
         assert not following or size + following[0].num_bytes > limit
-
-
-@pytest.mark.parametrize(("dtype", "num_bytes"), [("BF16", 12), ("BOOL", 6), ("F64", 48)])
-def test_num_bytes_follows_dtype_and_shape(dtype: str, num_bytes: int) -> None:
-    assert TensorSpec("x", dtype, (2, 3)).num_bytes == num_bytes

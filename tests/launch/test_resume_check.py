@@ -53,13 +53,12 @@ def test_resume_check_accepts_divisible_batch(storage: dict[str, Any]) -> None:
 def test_resume_check_reports_incompatible_config(storage: dict[str, Any]) -> None:
     (undivided,) = problems(storage, 5)
     assert "which 5 data-parallel replicas cannot share evenly" in undivided
-    overwrite = {"train_batch_size": 32, "optimizer": {"type": "Lion"}}
+    overwrite = {"train_batch_size": 32}
     hyperparameters = {**HYPERPARAMETERS, "overwrite_deepspeed_args": overwrite}
-    batch, optimizer = problems(storage, 2, hyperparameters=hyperparameters)
+    (batch,) = problems(storage, 2, hyperparameters=hyperparameters)
     assert "train_batch_size is 32; expected 24" in batch
-    assert "optimizer.type is 'Lion'; expected 'Adam'" in optimizer
     (model,) = problems(storage, 2, data={"dstrial": {"model_parallel_size": 2}})
-    assert "data.dstrial.model_parallel_size is 2; expected 1" in model
+    assert "the tensor-parallel size is 2; expected 1" in model
 
 
 def test_resume_check_skips_checkpoint_of_another_trial(storage: dict[str, Any]) -> None:

@@ -19,25 +19,22 @@ from dstrial.loop.boundaries import (
 )
 
 
-def positions(period, total, epoch_length=None):
+def positions(period, total, epoch_length):
     return [n for n in range(1, total + 1) if Period.from_train_unit(period).is_due(n, epoch_length)]
 
 
-def test_batch_period_is_due_at_multiples():
-    assert positions(pytorch.Batch(250), 1000) == [250, 500, 750, 1000]
-
-
-def test_batch_list_is_due_at_exact_positions():
-    assert positions(pytorch.Batch([5, 30, 45]), 100) == [5, 30, 45]
-
-
-def test_epoch_period_is_due_at_epoch_ends():
-    assert positions(pytorch.Epoch(2), 50, epoch_length=10) == [20, 40]
-    assert positions(pytorch.Epoch([1, 3]), 50, epoch_length=10) == [10, 30]
-
-
-def test_epoch_period_without_epoch_length_is_never_due():
-    assert positions(pytorch.Epoch(1), 50) == []
+@pytest.mark.parametrize(
+    ("period", "total", "epoch_length", "expected"),
+    [
+        (pytorch.Batch(250), 1000, None, [250, 500, 750, 1000]),
+        (pytorch.Batch([5, 30, 45]), 100, None, [5, 30, 45]),
+        (pytorch.Epoch(2), 50, 10, [20, 40]),
+        (pytorch.Epoch([1, 3]), 50, 10, [10, 30]),
+        (pytorch.Epoch(1), 50, None, []),
+    ],
+)
+def test_period_is_due(period, total, epoch_length, expected):
+    assert positions(period, total, epoch_length) == expected
 
 
 def test_period_without_unit_is_rejected():

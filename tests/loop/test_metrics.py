@@ -8,7 +8,7 @@ import torch
 from determined import pytorch
 
 from dstrial.errors import TrialContractError
-from dstrial.loop.metrics import MetricWindow, _combine_on_device, as_mapping, combine
+from dstrial.loop.metrics import MetricWindow, as_mapping, combine
 
 
 def window_of(*sets, **options):
@@ -79,20 +79,6 @@ def test_add_does_not_synchronize_device_values():
     window.add({"loss": torch.ones((), device="meta"), "map": torch.ones(2, device="meta")}, weight=2)
     with pytest.raises(NotImplementedError):  # any read of a meta tensor raises this error
         window.totals()
-
-
-@pytest.mark.parametrize("reducer", list(pytorch.Reducer))
-def test_device_reduction_equals_host_reduction(reducer):
-    host, device = (MetricWindow("evaluate_batch", lambda _name: reducer) for _ in range(2))
-    for value, weight in [(3.0, 2), (-1.0, 1), (7.5, 4)]:
-        host.add({"m": value}, weight)
-        device._totals["m"] = _combine_on_device(
-            device._totals.get("m"), torch.tensor(value), reducer, weight
-        )
-        device._weight += weight
-    assert combine([host.totals()], "e", lambda _name: reducer) == combine(
-        [device.totals()], "e", lambda _name: reducer
-    )
 
 
 @pytest.mark.parametrize("reducer", [pytorch.Reducer.MAX, pytorch.Reducer.MIN])

@@ -59,15 +59,6 @@ def test_reports_are_written_in_order_on_thread(sink, writer):
     assert threading.get_ident() not in sink.threads
 
 
-def test_submit_does_not_block_on_hanging_write(sink, writer):
-    sink.may_go_on.clear()
-    submit(sink, writer, 1, 2, 3)
-    assert sink.recorded == []
-    sink.may_go_on.set()
-    writer.flush()
-    assert sink.recorded == [1, 2, 3]
-
-
 def test_submit_blocks_while_queue_is_full(sink, writer):
     sink.may_go_on.clear()
     submit(sink, writer, 1, 2, 3, 4, 5)  # one runs, four are queued
@@ -123,11 +114,4 @@ def test_close_writes_queue_and_logs_unreported_error(sink, caplog):
         writer.close()
     assert sink.recorded == [1, 2]
     assert "a report could not be written: OSError: [Errno 28] No space left" in caplog.text
-    assert not any(thread.name == "dstrial-reports" for thread in threading.enumerate())
-
-
-def test_no_thread_without_reports(sink):
-    writer = ReportWriter(deadline_s=60)
-    writer.flush()
-    writer.close()
     assert not any(thread.name == "dstrial-reports" for thread in threading.enumerate())

@@ -52,12 +52,6 @@ def test_stop_request_stops_after_current_batch():
     assert points_at(0.01, 3000, stop_request)[-1] == (101, StopReason.SIGNAL)
 
 
-def test_agree_returns_payloads_by_rank():
-    points = SyncPoints(core.DummyDistributedContext(), lambda: None, Clock())
-    points.start(0)
-    assert points.agree(1, payload={"a": 1}).payloads == [{"a": 1}]
-
-
 def test_agree_uses_determined_context():
     """A user may pass Determined's DistributedContext to `init(distributed=...)`."""
 

@@ -46,22 +46,3 @@ class Talking(DataParallelTrial):
         if self.hparams.get("raise_at") == f"{rank}:{batch_idx}":
             raise LookupError("this batch is bad")
         return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
-
-
-class ManyMetrics(DataParallelTrial):
-    """Reports more metrics than fit into one message between ranks."""
-
-    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
-        metrics = super().train_batch(dataloader_iter, epoch_idx, batch_idx)
-        return {**metrics, **{f"metric_{number}": batch_idx + number for number in range(200)}}
-
-
-class SlowOnRank1(DataParallelTrial):
-    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
-        if self.context.distributed.get_rank() == 1 and batch_idx % 3 == 0:
-            time.sleep(0.05)
-        return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
-
-
-class Busy(Talking, ManyMetrics, SlowOnRank1):
-    """Combines the exchanges, the many metrics and the slow rank 1."""

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.config.batch import solve_batch
 from dstrial.errors import ConfigError
 from dstrial.resume.apply import ResumedRun
 from dstrial.resume.batch import keep_batch
@@ -103,37 +102,57 @@ def test_unchanged_config_keeps_batch_without_larger_micro_batch(micro, steps, b
         assert sizes(solution) == (total, micro, steps)
 
 
-def test_batch_survives_chain_of_resumes():
-    first = engine()
-    on_four = keep(CONFIG, first, 4)
-    assert sizes(on_four) == (24, 3, 2)
-    second = dataclasses.replace(first, data_parallel_size=4, world_size=4, micro_batch_size=3)
-    # On four replicas the sizes in the config would give a batch of 32 instead of 24.
-    assert sizes(keep(CONFIG, second, 3)) == (24, 4, 2)
-    assert sizes(keep(CONFIG, second, 2)) == (24, 4, 3)
-
-
-def test_micro_batch_never_exceeds_saved_size():
-    config = {"train_batch_size": 24}
-    saved = engine(micro_batch_size=8, micro_batches_per_batch=1, given=config)
-    assert sizes(solve_batch(24, None, None, 2)) == (24, 12, 1)
-    assert sizes(keep(config, saved, 2)) == (24, 6, 2)
-
-
-def test_sizes_matching_saved_batch_are_kept():
-    config = {"train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 1}
-    assert sizes(keep(config, engine(), 4)) == (24, 6, 1)
-
-
-def test_changed_sizes_with_same_batch_are_recomputed():
-    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
-    assert sizes(keep(config, engine(), 4)) == (24, 2, 3)
-
-
-def test_added_gradient_accumulation_is_used():
-    saved = engine(data_parallel_size=4, world_size=4, micro_batch_size=6, micro_batches_per_batch=1,
-                   given={"train_batch_size": 24})  # fmt: skip
-    assert sizes(keep({"train_batch_size": 24, "gradient_accumulation_steps": 2}, saved, 4)) == (24, 3, 2)
+@pytest.mark.parametrize(
+    ("config", "changes", "replicas", "expected"),
+    [
+        pytest.param(CONFIG, {}, 4, (24, 3, 2), id="more replicas"),
+        # On four replicas the sizes in the config would give a batch of 32 instead of 24.
+        pytest.param(
+            CONFIG,
+            {"data_parallel_size": 4, "world_size": 4, "micro_batch_size": 3},
+            2,
+            (24, 4, 3),
+            id="second resume",
+        ),
+        pytest.param(
+            {"train_batch_size": 24},
+            {"micro_batch_size": 8, "micro_batches_per_batch": 1, "given": {"train_batch_size": 24}},
+            2,
+            (24, 6, 2),
+            id="micro batch at most as before",
+        ),
+        pytest.param(
+            {"train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 1},
+            {},
+            4,
+            (24, 6, 1),
+            id="other sizes of the same batch",
+        ),
+        pytest.param(
+            {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4},
+            {},
+            4,
+            (24, 2, 3),
+            id="same batch on the saved replicas",
+        ),
+        pytest.param(
+            {"train_batch_size": 24, "gradient_accumulation_steps": 2},
+            {
+                "data_parallel_size": 4,
+                "world_size": 4,
+                "micro_batch_size": 6,
+                "micro_batches_per_batch": 1,
+                "given": {"train_batch_size": 24},
+            },
+            4,
+            (24, 3, 2),
+            id="added accumulation",
+        ),
+        pytest.param(CONFIG, {"given": {}}, 2, (24, 4, 3), id="no given sizes"),
+    ],
+)
+def test_resume_keeps_batch(config, changes, replicas, expected):
+    assert sizes(keep(config, engine(**changes), replicas)) == expected
 
 
 def test_changed_batch_is_refused_with_suggested_sizes():
@@ -157,12 +176,6 @@ def test_indivisible_batch_is_refused_with_nearest_alternatives():
     assert "24 in checkpoint c1, which 5 data-parallel replicas cannot share evenly" in message
     assert "Go on with 8 or 12 slots" in message
     assert "train_batch_size 20 or 25" in message
-
-
-def test_checkpoint_without_given_sizes_compares_resulting_batch():
-    saved = engine(given={})
-    assert sizes(keep(CONFIG, saved, 2)) == (24, 4, 3)
-    assert "expected 24" in problem(keep, {**CONFIG, "gradient_accumulation_steps": 5}, saved, 2)
 
 
 def test_metadata_survives_json_with_float_integers():

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 import warm_start
 from small_runs import deepspeed_config, experiment, train
 
@@ -88,36 +87,13 @@ def train_both(server, tmp_path, trial, config, ranks):
     return runs
 
 
-def tensors(value, at=""):
-    """Yield (path, tensor) of each tensor in nested containers."""
-    if isinstance(value, dict):
-        for name, item in value.items():
-            yield from tensors(item, f"{at}/{name}")
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from tensors(item, f"{at}/{index}")
-    elif isinstance(value, torch.Tensor):
-        yield at, value
-
-
-def weights_of(directory):
-    """Return file and path -> tensor of all ``*.pt`` files below a directory."""
-    return {
-        f"{path.relative_to(directory)}{at}": value
-        for path in sorted(directory.rglob("*.pt"))
-        for at, value in tensors(torch.load(path, map_location="cpu", weights_only=False))
-    }
-
-
-def last_checkpoint(run):
-    marks = run.directory.checkpoints_path.glob("*/COMPLETE")
-    return max(marks, key=lambda mark: json.loads(mark.read_text())["steps_completed"]).parent
-
-
-def assert_equal_weights(one, other):
-    assert one
-    assert one.keys() == other.keys()
-    assert not [name for name, value in one.items() if not torch.equal(value, other[name])]
+def engine_checksums(run):
+    """Return file -> SHA-256 of the engine's files in the newest checkpoint."""
+    manifests = map(
+        json.loads, (path.read_text() for path in run.directory.checkpoints_path.glob("*/manifest.json"))
+    )
+    files = max(manifests, key=lambda manifest: manifest["steps_completed"])["files"]
+    return {name: entry["sha256"] for name, entry in files.items() if name.startswith("model0/")}
 
 
 CASES = [
@@ -126,15 +102,8 @@ CASES = [
         *("WitnessTrial", 1, {"start_method": "forkserver", "noise": 0.1}, 2),
         id="ZeRO 1 and loader workers of a fork server",
     ),
-    pytest.param("WitnessTrial", 2, {"dropout": 0.5}, 2, id="ZeRO 2 and more dropout"),
     pytest.param("WitnessTrial", 3, {}, 2, id="ZeRO 3"),
     pytest.param("WitnessPipeline", 0, {}, 2, id="a pipeline of two stages"),
-    pytest.param("WitnessTrial", 0, {"start_method": "fork", "noise": 0.1}, 1, id="forked loader workers"),
-    pytest.param(
-        # A single worker and a single epoch, because each spawned worker imports torch.
-        *("WitnessTrial", 0, {"start_method": "spawn", "noise": 0.1, "num_workers": 1, "num_records": 56}, 1),
-        id="a spawned loader worker",
-    ),
 ]
 
 
@@ -151,4 +120,4 @@ def test_forked_ranks_train_bitwise_equally(server, tmp_path, trial, stage, hype
     assert list(executed.reports("validation")) == [3, 6]
     assert forked.reports("training") == executed.reports("training")
     assert forked.reports("validation") == executed.reports("validation")
-    assert_equal_weights(weights_of(last_checkpoint(executed)), weights_of(last_checkpoint(forked)))
+    assert engine_checksums(forked) == engine_checksums(executed) != {}

@@ -157,23 +157,6 @@ def hyperparameters(record_log, **sizes):
 
 
 @pytest.mark.ranks
-def test_changed_micro_batch_resumes_at_next_record(definitions_and_runs, tmp_path):
-    log = tmp_path / "log"
-    checkpoint, _ = fit(
-        hyperparameters(log, train_batch_size=12, train_micro_batch_size_per_gpu=6), batches=3
-    )
-    _, trial = fit(
-        hyperparameters(log, train_batch_size=12, train_micro_batch_size_per_gpu=3),
-        str(checkpoint),
-        batches=7,
-    )
-    found = records(log)
-    assert [len(numbers) for numbers in found.values()] == [12] * 7
-    assert numbers_in(found) == list(range(NUM_RECORDS))
-    assert trial.model_engine.global_steps == 7
-
-
-@pytest.mark.ranks
 def test_changed_batch_is_refused_by_init_and_fit(definitions_and_runs, tmp_path):
     checkpoint, _ = fit(hyperparameters(tmp_path / "log", train_batch_size=12), batches=2)
     changed = hyperparameters(tmp_path / "log", train_batch_size=16)

@@ -1,7 +1,6 @@
 """Asynchronous reports: none is lost or duplicated, however a run ends."""
 
 import dataclasses
-import json
 import shutil
 import time
 
@@ -99,20 +98,6 @@ def test_interrupted_attempts_report_as_whole_run(tmp_path, whole):
     require_each_once(run)
 
 
-def test_user_collectives_and_slow_ranks_change_no_report(tmp_path, whole):
-    """User code runs collectives, reports 200 metrics; rank 1 and the sink are slow."""
-    env = {"SINK_SLEEPS_S": "0.05", "SINK_LOG": str(tmp_path / "log")}
-    run = run_of(tmp_path, trial="Busy", env=env)
-    assert run.returncode == 0, run.output
-    losses = {steps: row["loss"] for steps, row in run.reports("training").items()}
-    assert losses == {steps: row["loss"] for steps, row in whole.reports("training").items()}
-    assert run.reports("training")[20]["metric_199"] == 18.5 + 199
-    assert run.reports("validation") == whole.reports("validation")
-    require_each_once(run)
-    seen = (tmp_path / "log").read_text().splitlines()
-    assert seen == [*(f"training {batch}" for batch in range(2, BATCHES + 1, 2)), f"validation {BATCHES}"]
-
-
 class Slow:
     def __init__(self, seconds):
         self.seconds = seconds
@@ -162,9 +147,3 @@ def test_report_is_unaffected_by_reused_reducer_list():
     outcome = fit(trial=trial_type, metric_sinks=[Slow(0.1)], max_length=Batch(6), reporting_period=Batch(2))
     lasts = {steps: sorted(set(row["last"])) for steps, row in outcome.rows("training").items()}
     assert lasts == {2: [0, 1], 4: [2, 3], 6: [4, 5]}
-
-
-def test_progress_is_complete_after_last_report():
-    outcome = fit(max_length=Batch(6), reporting_period=Batch(2))
-    progress = json.loads((outcome.directory.path / "progress.json").read_text())
-    assert (progress["progress"], progress["batches_trained"]) == (1.0, 6)

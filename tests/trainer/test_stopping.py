@@ -73,12 +73,3 @@ def test_sigterm_stops_ranks_together_and_resume_is_exact(tmp_path):
     whole = train(tmp_path / "whole", "DataParallelTrial", config, ranks=2)
     assert resumed.reports("training") == whole.reports("training")
     assert resumed.reports("validation") == whole.reports("validation")
-
-
-def test_stop_request_on_any_rank_stops_all(tmp_path):
-    hyperparameters = {"deepspeed_config": deepspeed_config(0), "request_stop_at": "1:9"}
-    config = experiment(hyperparameters, batches=500, report=10, validate=1000, checkpoint=1000)
-    run = train(tmp_path, "DataParallelTrial", config, ranks=2)
-    assert run.returncode == 0, run.output
-    # The ranks exchange the request at the report of batch 10.
-    assert run.checkpoints() == [10]

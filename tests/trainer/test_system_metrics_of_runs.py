@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import yaml
 from determined.common import api
 from determined.common.api import bindings
-from in_process_fits import EXP_CONF, fit, trial_class
-from small_runs import DEFINITIONS, deepspeed_config, experiment, submit, train
+from small_runs import deepspeed_config, experiment, submit, train
 from waiting import wait_for
 
-from dstrial import Batch
 from dstrial.master.login import USERNAME, new_token
 from dstrial.testing.master import MasterForTest
 
@@ -58,29 +53,6 @@ def test_two_ranks_report_system_metrics_once(tmp_path: Path) -> None:
     assert system_rows(again.directory.metrics_path) == rows, "a test run adds no rows and deletes none"
 
 
-@pytest.mark.usefixtures("definitions_and_runs")
-def test_system_metrics_leave_training_bitwise_equal() -> None:
-    def weights(**arguments: Any) -> tuple[list[torch.Tensor], int]:
-        kept: list[Any] = []
-
-        def build_engine(self: Any) -> Any:
-            kept.append(super(kind, self).build_engine())
-            return kept[-1]
-
-        kind = trial_class(build_engine=build_engine)
-        outcome = fit(kind, {"dropout": 0.2}, EXP_CONF, max_length=Batch(9), **arguments)
-        return [one.detach().clone() for one in kept[0].module.parameters()], len(
-            system_rows(outcome.directory.metrics_path)
-        )
-
-    silent, no_rows = weights()
-    told, num_rows = weights(profiling_enabled=True)
-    assert no_rows == 0
-    assert num_rows >= len(GROUPS)
-    assert [torch.equal(one, other) for one, other in zip(told, silent, strict=True)] == [True] * 4
-    assert not [one for one in threading.enumerate() if one.name == "dstrial-profiler"]
-
-
 @pytest.mark.process
 def test_master_stores_system_metrics_of_two_slots(shared_master: MasterForTest, tmp_path: Path) -> None:
     config = config_of(**PROFILING) | {
@@ -119,26 +91,3 @@ def require_system_metrics(session: api.Session, trial_id: int) -> None:
     lines = bindings.get_GetMetrics(session, trialIds=[trial_id], group="cpu")
     times = [report.endTime for line in lines for report in line.metrics]
     assert len(times) == len(set(times)), "only one rank of the node reports"
-
-
-@pytest.mark.process
-def test_dstrial_run_and_master_keep_system_metrics(shared_master: MasterForTest, tmp_path: Path) -> None:
-    path = tmp_path / "exp.yaml"
-    path.write_text(yaml.safe_dump(config_of(**PROFILING)))
-    runs = tmp_path / "runs"
-    ended = shared_master.dstrial(
-        "run", str(path), str(DEFINITIONS), "--runs-dir", str(runs), "--no-progress"
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-
-    (directory,) = runs.glob("*/*")
-    rows = system_rows(directory / "metrics.jsonl")
-    assert {row["group"] for row in rows} == GROUPS
-    assert {row["steps_completed"] for row in rows} == {None}
-    submission = json.loads((directory / "submission.json").read_text())
-    session = session_at(shared_master)
-    (trial,) = bindings.get_GetExperimentTrials(session, experimentId=submission["experiment_id"]).trials
-    require_system_metrics(session, trial.id)
-    lines = list(bindings.get_GetMetrics(session, trialIds=[trial.id], group="memory"))
-    stored = [report.metrics["avg_metrics"] for line in lines for report in line.metrics]
-    assert stored == [row["metrics"] for row in rows if row["group"] == "memory"]

@@ -462,3 +462,11 @@ def test_evaluation_reducer_combines_validation_metrics():
         )
     )
     assert done.rows("validation")[4]["mean_size"] == 21.0
+
+
+def test_default_gradient_clipping_is_named_once(caplog):
+    for given, count in (({}, 1), ({"gradient_clipping": 0.5}, 0)):
+        caplog.clear()
+        with caplog.at_level("INFO", logger="dstrial"):
+            fit(hparams={"deepspeed_config": deepspeed_config(0, **given)}, max_length=Batch(1))
+        assert caplog.text.count("DeepSpeed's default (0.19.0 and 0.19.1 do not clip)") == count

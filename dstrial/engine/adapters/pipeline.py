@@ -16,9 +16,8 @@ from deepspeed import PipelineEngine, comm
 from dstrial.engine.adapters.base import EngineAdapter
 from dstrial.engine.adapters.validation_plan import ValidationRound
 from dstrial.engine.deepspeed_internals import engines
-from dstrial.engine.files import describe_rank
 from dstrial.engine.random_state import RngState
-from dstrial.engine.state import bind_load_checkpoint
+from dstrial.engine.state import bind_load_checkpoint, describe_rank
 from dstrial.errors import DataError, TrialContractError
 
 _TRAINING_SHAPE = "training"
@@ -51,8 +50,15 @@ class PipelineAdapter(EngineAdapter):
         self.needs_loader = engine.is_first_stage() or engine.is_last_stage()
         self.sends_ragged_micro_batches = False
         self.forward_is_collective = True  # stages exchange activations, and evaluations begin with a barrier
-        self._binding = _Binding(engine)
-        self._binding.install()
+        self._training_iterator: Iterator[Any] | None = None
+        self._round: ValidationRound | None = None
+        self._round_iterator: Iterator[Any] | None = None
+        self._shape: str | None = _TRAINING_SHAPE  # shape of the activation buffers; equal on all ranks
+        self._weights: tuple[int, ...] | None = None  # in a round: real records of each micro batch
+        self._input_shapes: list[tuple[int, ...]] | None = None  # of the first micro batch in the buffers
+        engine.train_batch = self.train_batch
+        engine.eval_batch = self.eval_batch
+        engines.bind_output_reduction(engine, self.reduce_outputs)
         bind_load_checkpoint(engine)
 
     def _replica(self) -> tuple[int, int]:
@@ -64,48 +70,23 @@ class PipelineAdapter(EngineAdapter):
         return int(self.engine.global_steps) * self.micro_batches_per_batch
 
     def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
-        self._binding.training_iterator = iterator
+        self._training_iterator = iterator
         self.engine.set_dataiterator(iterator)
 
     def bind_validation_round(
         self, validation_round: ValidationRound | None, iterator: Iterator[Any] | None
     ) -> None:
-        self._binding.validation_round = validation_round
-        self._binding.validation_iterator = iterator
+        self._round, self._round_iterator = validation_round, iterator
         if validation_round is None:
-            self._binding.shape = None
-
-
-@dataclasses.dataclass(slots=True)
-class _Binding:
-    """Replaces ``train_batch`` and ``eval_batch`` of one pipeline engine.
-
-    Attributes:
-        shape: whether activation buffers have the shape of training or of validation; equal on all ranks; None if unknown.
-        weights: during a validation round, the number of real records in each micro batch; otherwise None.
-        input_shapes: input shapes of the first micro batch after the last reset of the buffers; None before that micro batch.
-    """
-
-    engine: PipelineEngine
-    training_iterator: Iterator[Any] | None = None
-    validation_round: ValidationRound | None = None
-    validation_iterator: Iterator[Any] | None = None
-    shape: str | None = _TRAINING_SHAPE
-    weights: tuple[int, ...] | None = None
-    input_shapes: list[tuple[int, ...]] | None = None
-
-    def install(self) -> None:
-        self.engine.train_batch = self.train_batch
-        self.engine.eval_batch = self.eval_batch
-        engines.bind_output_reduction(self.engine, self.reduce_outputs)
+            self._shape = None
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Train on one batch of ``data_iter``, by default of ``training_iterator``.
+        """Train on one batch of ``data_iter``, by default of the bound iterator.
 
         Returns the mean loss over the micro batches of all replicas, shape (), on every rank. Raises ``DataError`` if the
         iterator ends within the batch. Ranks: all, collectively.
         """
-        iterator = self.training_iterator if data_iter is None else data_iter
+        iterator = self._training_iterator if data_iter is None else data_iter
         self._require_data("train_batch", self.engine.data_iterator if iterator is None else iterator)
         self._use_shape(_TRAINING_SHAPE)
         try:
@@ -130,17 +111,17 @@ class _Binding:
         gets the loss; if ``bcast_loss`` is False, only the last stage does. Raises ``DataError`` if the iterator ends within the
         round, and ``TrialContractError`` if the loss is not a single number. Ranks: all, collectively.
         """
-        iterator = self.validation_iterator if data_iter is None else data_iter
+        iterator = self._round_iterator if data_iter is None else data_iter
         self._require_data("eval_batch", iterator)
         is_default = (
             compute_loss and not return_logits and reduce_output == "avg" and num_micro_batches is None
         )
-        served = self.validation_round if is_default else None
+        served = self._round if is_default else None
         if served is None:
             self._use_shape(None)
         else:
             num_micro_batches = served.num_micro_batches
-            self.weights = served.micro_batch_records if served.records else (0,) * num_micro_batches
+            self._weights = served.micro_batch_records if served.records else (0,) * num_micro_batches
             self._use_shape(None if served.is_ragged else _VALIDATION_SHAPE)
         kept = _SavedState.of(self.engine)
         engines.forget_losses(self.engine)
@@ -157,7 +138,7 @@ class _Binding:
         except StopIteration as ended:
             raise self._ran_out("eval_batch", num_micro_batches or self.engine.micro_batches) from ended
         finally:
-            self.weights = None
+            self._weights = None
         kept.restore(self.engine)
         return output.reshape(()) if served is not None and isinstance(output, torch.Tensor) else output
 
@@ -170,7 +151,7 @@ class _Binding:
     ) -> Any:
         """Return the mean loss of micro batches, weighted by records when evaluating."""
         # Ranks: the last stage of every replica, collectively.
-        if self.weights is None:
+        if self._weights is None:
             return engines.reduce_outputs(self.engine, outputs, reduce, reduce_dp, micro_batches)
         for loss in outputs:
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -180,20 +161,20 @@ class _Binding:
                     "number. Return the mean loss from loss_fn, or call eval_batch with reduce_output=None."
                 )
         total = torch.zeros(2, dtype=torch.float32, device=self.engine.device)
-        for loss, weight in zip(outputs, self.weights, strict=True):
+        for loss, weight in zip(outputs, self._weights, strict=True):
             if weight:
                 total[0] += loss.detach().reshape(()).float() * weight
-        total[1] = sum(self.weights)
+        total[1] = sum(self._weights)
         if self.engine.is_data_parallel:
             comm.all_reduce(total, group=self.engine.mpu.get_data_parallel_group())
         return total[0] / total[1]
 
     def _use_shape(self, shape: str | None) -> None:
         """Reset the activation buffers unless they have ``shape``; None always resets."""
-        if shape is None or shape != self.shape:
+        if shape is None or shape != self._shape:
             self.engine.reset_activation_shape()
-            self.input_shapes = None
-        self.shape = shape
+            self._input_shapes = None
+        self._shape = shape
 
     def _of_one_shape(self, iterator: Iterator[Any] | None) -> Iterator[Any] | None:
         """Return an iterator that raises ``DataError`` if the shape of inputs changes."""
@@ -206,11 +187,11 @@ class _Binding:
             inputs = item[0] if isinstance(item, tuple | list) and item else item
             parts = inputs if isinstance(inputs, tuple | list) else (inputs,)
             shapes = [tuple(part.shape) for part in parts if isinstance(part, torch.Tensor)]
-            if self.input_shapes is None:
-                self.input_shapes = shapes
-            elif shapes != self.input_shapes:
+            if self._input_shapes is None:
+                self._input_shapes = shapes
+            elif shapes != self._input_shapes:
                 raise DataError(
-                    f"on {describe_rank(self.engine)} a micro batch has inputs of shapes {shapes} after {self.input_shapes}; "
+                    f"on {describe_rank(self.engine)} a micro batch has inputs of shapes {shapes} after {self._input_shapes}; "
                     "expected one shape, because the stages of a pipeline keep their buffers. Pad the records, use "
                     "drop_last=True, or build PipelineModule(dynamic_shape=True)."
                 )

@@ -64,12 +64,19 @@ class SavedEngine:
         }
         self.layout = layout
         self._directory = pathlib.Path(root) / tag
+        if "nvme" in (layout.offload_optimizer, layout.offload_parameters):
+            raise self._unreadable(
+                "its state offloaded to NVMe is not in the checkpoint's files by parameter"
+            )
+        if layout.expert_parallel_size > 1:
+            raise self._unreadable(
+                f"its experts are spread over {layout.expert_parallel_size} ranks, and the experts of different ranks have the "
+                "same names"
+            )
         # The caches belong to this object, so that the files are unmapped when the object is freed.
         self._load = functools.cache(self._map)
         self._positions = functools.cache(self._find_positions)
-        self._order_of_parameters = functools.cache(self._find_order_of_parameters)
-        self._order_of_buffers = functools.cache(self._find_order_of_buffers)
-        self._steps_of_groups = functools.cache(self._find_steps_of_groups)
+        self._state_indices = functools.cache(self._find_state_indices)
         self._pieces = ShardMap(layout)
         # Of tied parameters, the optimizer owns the first; copies on later pipeline stages should have the same values.
         self._places: dict[str, ParameterPlace] = {}
@@ -77,7 +84,6 @@ class SavedEngine:
         for place in layout.parameters:
             self._places.setdefault(place.name, place)
             self._copies.setdefault(place.name, []).append(place)
-        self._refuse_what_is_not_by_parameter()
 
     @property
     def places(self) -> Mapping[str, ParameterPlace]:
@@ -109,7 +115,7 @@ class SavedEngine:
         place = self.place(name)
         if place.group_idx is None:
             return []
-        entry = self._state_entry(place, 0 if place.buffer_idx is None else self._pieces.of(place)[0].replica)
+        entry = self._state_entry(place)
         return sorted(key for key, value in entry.items() if self._is_by_element(place, key, value))
 
     def scalars(self, name: str) -> dict[str, Any]:
@@ -117,10 +123,15 @@ class SavedEngine:
         place = self.place(name)
         if place.group_idx is None:
             return {}
-        entry = self._state_entry(place, 0 if place.buffer_idx is None else self._pieces.of(place)[0].replica)
+        entry = self._state_entry(place)
         values = {key: value for key, value in entry.items() if not self._is_by_element(place, key, value)}
         if "step" in values and place.buffer_idx is None and self.layout.optimizer in _COUNTING_PER_GROUP:
-            values["step"] = self._steps_of_groups(place.model_part)[place.group_idx]
+            states = self._base_state(place.model_part, 0)["state"]
+            values["step"] = max(
+                states.get(self._state_indices(place.model_part)[name], {}).get("step", 0)
+                for name, (group_idx, _) in self._positions(place.model_part).items()
+                if group_idx == place.group_idx
+            )
         return values
 
     def dtype(self, name: str, key: str) -> torch.dtype:
@@ -225,21 +236,16 @@ class SavedEngine:
         return True
 
     def _copy(self, place: ParameterPlace, key: str, begin: int, out: torch.Tensor) -> None:
-        name = place.name
         copied = 0
         for piece, inside, at, numel in overlaps(self._sources(place, key), begin, out.numel()):
             source = self._source(place, key, piece)
             first = piece.begin + inside
-            if source.numel() < first + numel:
-                raise CheckpointDamagedError(
-                    f"{self._directory}: {key} of {name!r} ends at element {source.numel()} of its partition; expected at "
-                    f"least {first + numel}. Resume from another checkpoint."
-                )
-            out[at : at + numel].copy_(source[first : first + numel])
-            copied += numel
+            if source.numel() >= first + numel:
+                out[at : at + numel].copy_(source[first : first + numel])
+                copied += numel
         if copied != out.numel():
             raise CheckpointDamagedError(
-                f"{self._directory} holds {copied} of the elements {begin} to {begin + out.numel()} of {key} of {name!r}; "
+                f"{self._directory} holds {copied} of the elements {begin} to {begin + out.numel()} of {key} of {place.name!r}; "
                 "expected all. Resume from another checkpoint."
             )
 
@@ -274,15 +280,8 @@ class SavedEngine:
     def engine_state(self) -> dict[str, Any]:
         """Return the engine's counters and scheduler state; a missing entry is None."""
         state = self._model_file(0, 0)
-        kept = (
-            "lr_scheduler",
-            "skipped_steps",
-            "global_steps",
-            "global_samples",
-            "data_sampler",
-            "random_ltd",
-        )
-        return {key: state.get(key) for key in kept}
+        counters = ("skipped_steps", "global_steps", "global_samples")
+        return {key: state.get(key) for key in (*counters, "lr_scheduler", "data_sampler", "random_ltd")}
 
     def loss_scale_state(self) -> dict[str, Any]:
         """Return loss scaler attributes, such as ``cur_scale``; empty without a scaler."""
@@ -308,19 +307,10 @@ class SavedEngine:
         config = self._model_file(0, 0).get("ds_config")
         return dict(config) if isinstance(config, Mapping) else {}
 
-    def _refuse_what_is_not_by_parameter(self) -> None:
-        problems = []
-        if "nvme" in (self.layout.offload_optimizer, self.layout.offload_parameters):
-            problems.append("state offloaded to NVMe is not in the checkpoint's files by parameter")
-        if self.layout.expert_parallel_size > 1:
-            problems.append(
-                f"its experts are spread over {self.layout.expert_parallel_size} ranks, and the experts of different ranks "
-                "have the same names"
-            )
-        if problems:
-            raise CheckpointLayoutError(
-                f"{self._directory} cannot be read by parameter: {'; '.join(problems)}. Resume it with the layout that wrote it."
-            )
+    def _unreadable(self, why: str) -> CheckpointLayoutError:
+        return CheckpointLayoutError(
+            f"{self._directory} cannot be read by parameter: {why}. Resume it with the layout that wrote it."
+        )
 
     def _sources(self, place: ParameterPlace, key: str) -> list[Shard]:
         """Return the saved shards of a parameter's weights (``MASTER``) or state ``key``."""
@@ -382,37 +372,30 @@ class SavedEngine:
             )
         return flat
 
-    def _state_entry(self, place: ParameterPlace, replica: int) -> Mapping[str, Any]:
-        """Return the optimizer state of a parameter, or of its flat buffer with ZeRO."""
-        base = self._base_state(place.model_part, replica)
-        entry: Mapping[str, Any] = base["state"].get(self._state_idx(place), {})
-        return entry
+    def _state_entry(self, place: ParameterPlace, replica: int | None = None) -> Mapping[str, Any]:
+        """Return the optimizer state of a parameter, or of its flat buffer with ZeRO.
 
-    def _state_idx(self, place: ParameterPlace) -> int:
-        """Return the ``state_dict`` index of a parameter or of its flat buffer."""
-        if place.buffer_idx is None:
-            return self._order_of_parameters(place.model_part)[place.name]
-        return self._order_of_buffers(place.model_part)[place.buffer_idx]
+        ``replica`` is by default the first that has elements of the parameter.
+        """
+        if replica is None:
+            replica = 0 if place.buffer_idx is None else self._pieces.of(place)[0].replica
+        base = self._base_state(place.model_part, replica)
+        key = place.name if place.buffer_idx is None else place.buffer_idx
+        entry: Mapping[str, Any] = base["state"].get(self._state_indices(place.model_part)[key], {})
+        return entry
 
     def _find_positions(self, part: int) -> dict[str, tuple[int, int]]:
         return positions_in_groups(place for place in self.layout.parameters if place.model_part == part)
 
-    def _find_order_of_parameters(self, part: int) -> dict[str, int]:
+    def _find_state_indices(self, part: int) -> dict[str | int, int]:
+        """Return parameter name or index of flat buffer -> index in the optimizer's ``state_dict``."""
         positions = self._positions(part)
-        return {name: idx for idx, name in enumerate(sorted(positions, key=positions.__getitem__))}
-
-    def _find_steps_of_groups(self, part: int) -> dict[int, Any]:
-        states = self._base_state(part, 0)["state"]
-        steps: dict[int, Any] = {}
-        for name, (group_idx, _) in self._positions(part).items():
-            step = states.get(self._order_of_parameters(part)[name], {}).get("step", 0)
-            steps[group_idx] = max(steps.get(group_idx, 0), step)
-        return steps
-
-    def _find_order_of_buffers(self, part: int) -> dict[int, int]:
+        found: dict[str | int, int] = {
+            name: idx for idx, name in enumerate(sorted(positions, key=positions.__getitem__))
+        }
         buffers = [buffer for buffer in self.layout.buffers if buffer.model_part == part]
         ordered = sorted(buffers, key=lambda buffer: (buffer.group_idx, buffer.index))
-        return {buffer.index: idx for idx, buffer in enumerate(ordered)}
+        return found | {buffer.index: idx for idx, buffer in enumerate(ordered)}
 
     def _is_by_element(self, place: ParameterPlace, key: str, value: Any) -> bool:
         if key == "step" or not isinstance(value, torch.Tensor):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,6 @@ from deepspeed.runtime.config_utils import (
     dict_raise_error_on_duplicate_keys as dict_raise_error_on_duplicate_keys,
 )
 from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.utils import partition_uniform
 from deepspeed.utils import groups
 
 
@@ -128,46 +126,6 @@ def tensor_dim(parameter: torch.nn.Parameter) -> int | None:
         for key in ("sub_param_shape", "sub_param_shard_widths", "unsupported_reason")
     )
     return -1 if is_fused or found["partition_dim"] is None else int(found["partition_dim"])
-
-
-def model_file(engine: DeepSpeedEngine, tag: str, *, part: str | None = None) -> str:
-    """Return the relative path of a model file, by default this rank's.
-
-    ``part`` selects another model-parallel index, as text such as ``00``.
-
-    Source: ``DeepSpeedEngine._get_ckpt_name``, ``runtime/engine.py:4336``.
-    """
-    return pathlib.PurePath(engine._get_ckpt_name("", tag, mp_placeholder=part)).as_posix()
-
-
-def zero_file(engine: DeepSpeedEngine, tag: str) -> str:
-    """Return the relative path of this rank's optimizer file."""
-    return pathlib.PurePath(engine._get_zero_ckpt_name("", tag)).as_posix()
-
-
-def layer_files(engine: PipelineEngine, tag: str) -> dict[int, str]:
-    """Return layer index in the stage -> relative file path, for layers with weights.
-
-    Source: ``PipelineModule.save_state_dict`` and ``ckpt_layer_path``, ``runtime/pipe/module.py``.
-    """
-    return {
-        idx: pathlib.PurePath(engine.module.ckpt_layer_path(tag, idx)).as_posix()
-        for idx, layer in enumerate(engine.module.forward_funcs)
-        if hasattr(layer, "state_dict")
-    }
-
-
-def written_layers(engine: PipelineEngine) -> range:
-    """Return the indices, within the stage, of the layers that this replica saves.
-
-    Source: ``PipelineModule.save_state_dict``.
-    """
-    num_layers = len(engine.module.forward_funcs)
-    writer = engine.grid.get_data_parallel_id()
-    if not engine.module.checkpoint_parallel_write_pipeline:
-        return range(num_layers) if writer == 0 else range(0)
-    bounds = partition_uniform(num_layers, engine.grid.data_parallel_size)
-    return range(int(bounds[writer]), int(bounds[writer + 1]))
 
 
 def tied_layers_with_file(module: PipelineModule) -> set[str]:

@@ -24,11 +24,11 @@ from dstrial.engine.checkpoint_reader.merged_engine import read_for_rank
 from dstrial.engine.checkpoint_reader.open import open_saved_engine
 from dstrial.engine.checkpoint_reader.safe_load import bind_checkpoint_engine, vouched_for
 from dstrial.engine.deepspeed_internals import engines
-from dstrial.engine.files import describe_rank, latest_tag
 from dstrial.engine.frozen_parameters import without_frozen
 from dstrial.engine.parameter_names import named_buffers
 from dstrial.engine.parameter_table import collect_layout
 from dstrial.engine.reshape import load_reshaped
+from dstrial.engine.state import describe_rank, latest_tag
 from dstrial.errors import CheckpointError, CheckpointNotFoundError
 from dstrial.local.json_files import read_json
 from dstrial.loop.checkpoint_loader import trusts_code

@@ -114,42 +114,27 @@ class TrainingStream:
         return LoaderPasses(self._loader, length - rest, rest, self._rank)
 
     def _take_apart(self, loader: pytorch.DataLoader, adapter: EngineAdapter) -> None:
-        if loader.batch_size is None:
-            order = epoch_order(loader.batch_sampler, -1, self._seed)
-            geometry = BatchGeometry(1, adapter.micro_batches_per_batch, adapter.data_parallel_world_size)
-            self._batches = GlobalBatches(order, len(loader.batch_sampler), geometry, keep_tail=False)
-        else:
-            num_records = len(loader.sampler)
-            order = epoch_order(loader.sampler, num_records, self._seed)
-            geometry = BatchGeometry(
-                loader.batch_size, adapter.micro_batches_per_batch, adapter.data_parallel_world_size
-            )
-            keep_tail = not loader.drop_last and adapter.sends_ragged_micro_batches
-            self._batches = GlobalBatches(order, num_records, geometry, keep_tail)
-            if loader.batch_size != adapter.micro_batch_size:
-                self.notes.append(
-                    f"the training loader reads {loader.batch_size} records per micro batch, but the engine's "
-                    f"train_micro_batch_size_per_gpu is {adapter.micro_batch_size}; the loader's number is used"
-                )
-        self._note_tail(loader)
+        has_own_batches = loader.batch_size is None
+        sampler = loader.batch_sampler if has_own_batches else loader.sampler
+        geometry = BatchGeometry(
+            1 if has_own_batches else loader.batch_size,
+            adapter.micro_batches_per_batch,
+            adapter.data_parallel_world_size,
+        )
+        keep_tail = not (has_own_batches or loader.drop_last) and adapter.sends_ragged_micro_batches
+        order = epoch_order(sampler, -1 if has_own_batches else len(sampler), self._seed)
+        self._batches = GlobalBatches(order, len(sampler), geometry, keep_tail)
         self.epoch_length = self._batches.epoch_length
-
-    def _note_tail(self, loader: pytorch.DataLoader) -> None:
-        assert self._batches is not None
-        tail, size = self._batches.num_tail_records, self._batches.geometry.train_batch_size
-        if not tail:
-            return
-        unit = "batches of the batch sampler" if loader.batch_size is None else "records"
-        if self._batches.keeps_tail:
-            self.notes.append(f"the last batch of every epoch holds {tail} of {size} records")
-            num_slices = self._batches.geometry.num_slices
-            if tail < num_slices:
-                self.notes.append(
-                    f"to give each of its {num_slices} micro batches a record, that batch repeats {num_slices - tail}"
-                )
-        else:
+        if not has_own_batches and loader.batch_size != adapter.micro_batch_size:
             self.notes.append(
-                f"{tail} {unit} at the end of every epoch do not fill a batch of {size} and are not trained"
+                f"the training loader reads {loader.batch_size} records per micro batch, but the engine's "
+                f"train_micro_batch_size_per_gpu is {adapter.micro_batch_size}; the loader's number is used"
+            )
+        if tail := self._batches.num_tail_records:
+            unit = "batches of the batch sampler" if has_own_batches else "records"
+            what = "form a smaller batch" if self._batches.keeps_tail else "are not trained"
+            self.notes.append(
+                f"{tail} {unit} at the end of every epoch do not fill a batch of {geometry.train_batch_size} and {what}"
             )
 
     @property

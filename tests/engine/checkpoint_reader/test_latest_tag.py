@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrial.engine.files import latest_tag
+from dstrial.engine.state import latest_tag
 from dstrial.errors import CheckpointDamagedError
 
 

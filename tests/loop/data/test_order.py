@@ -63,13 +63,6 @@ def test_num_records_equals_sum_over_batches(num_records, first, length, keep_ta
     assert batches.num_records(first, first + length) == counted
 
 
-def test_epoch_larger_than_block_is_read_in_order():
-    batches = GlobalBatches(lambda _epoch: range(10_000), 10_000, BatchGeometry(7, 1, 1), keep_tail=True)
-    seen = [record for batch_idx in range(batches.epoch_length) for record in batches.records(batch_idx)]
-    assert seen == list(range(10_000))
-    assert list(batches.records(3)) == list(range(21, 28))
-
-
 def test_full_micro_batches_have_micro_batch_size():
     _, parts = all_micro_batches(24, (3, 2, 2), 1)
     assert [len(part) for part in parts] == [3, 3, 3, 3]
