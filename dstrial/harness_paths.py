@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib.machinery
 import os
 import sys
-import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ ALLOCATION_DIR_VARIABLE = "DSTRIAL_ALLOCATION_DIR"
 BASE_PYTHON_VARIABLE = "DSTRIAL_BASE_PYTHON"
 WARM_VARIABLE = "DSTRIAL_WARM"
 """Environment variable: 0 starts all ranks as new processes instead of forks."""
-_LOG_AGAIN_S = 30.0  # a retry this long after the previous retry is logged as a new outage of the master
 
 
 def patches_of_allocation(
@@ -56,7 +54,6 @@ def patches_of_allocation(
             module, lambda: os.path.join(allocation, "tensorboard")
         ),
         "determined.tensorboard.shared": lambda module: _patch_tensorboard_shared(module, guard),
-        "urllib3.connectionpool": _patch_connection_pool,
         "determined.common.storage.base": lambda module: _patch_storage_base(module, guard, notes),
         "determined.core._checkpoint": lambda module: _patch_checkpoint(module, guard, notes),
         **({} if guard is None else _patches_of_storage(guard)),
@@ -192,22 +189,6 @@ def _patch_checkpoint(module: Any, guard: StorageGuard | None, notes: StorageGua
             begun.forget(storage_id)
 
     cls._report_checkpoint = _report_checkpoint
-
-
-def _patch_connection_pool(module: Any) -> None:
-    # ``urlopen`` of urllib3 2.2 warns of each retry, once per second. Log only the first retry of an outage.
-    last_s = -_LOG_AGAIN_S
-
-    def is_first(record: Any) -> bool:
-        nonlocal last_s
-        if not record.msg.startswith("Retrying (") or not str(record.args[2]).startswith("/api/v1/"):
-            return True
-        before_s, last_s = last_s, time.monotonic()
-        record.msg = "the master does not respond; retrying until it does (%s)"
-        record.args = (record.args[1],)
-        return last_s - before_s > _LOG_AGAIN_S
-
-    module.log.addFilter(is_first)
 
 
 def _patch_pip(module: Any) -> None:

@@ -123,7 +123,7 @@ def _summary(config: ExperimentConfig, context: Context, *, with_values: bool) -
         **(checks if with_values else {}),
         "ok": True,
         "problems": [],
-        "warnings": [*config.warnings, *context.warnings()],
+        "warnings": list(config.warnings),
         "notes": list(config.notes),
         "context": {
             "files": context.num_files,
@@ -145,7 +145,7 @@ def _print_text(
                 f"hyperparameters.{key} ({source.label})", source, checked, with_defaults=with_defaults
             )
         _print_training_checks(config)
-    for warning in (*config.warnings, *context.warnings()):
+    for warning in config.warnings:
         sys.stdout.write(f"warning: {warning}\n")
     for note in config.notes:
         sys.stdout.write(f"note: {note}\n")

@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -221,7 +221,7 @@ def _read_request(args: argparse.Namespace, slots: int | None) -> RunRequest:
     _require_trainable(args, experiment, entrypoint, is_search=is_search)
     context = list_context(experiment.context_dir)
     context.require_packable()
-    _show_warnings(args, experiment, context.warnings(), point)
+    _show_warnings(args, experiment, point)
     known_run = None if point is None else point.run_directory
     own = run_directory_of(args)
     if known_run is None and own is not None and own.record_path.is_file():
@@ -278,11 +278,9 @@ def _require_trainable(
     raise ConfigError([ConfigProblem(f"{experiment.path}: {where}", got, expected, fix)])
 
 
-def _show_warnings(
-    args: argparse.Namespace, experiment: ExperimentConfig, more: Sequence[str], point: ResumePoint | None
-) -> None:
+def _show_warnings(args: argparse.Namespace, experiment: ExperimentConfig, point: ResumePoint | None) -> None:
     """Print warnings, and settings that a resumed run takes from the checkpoint."""
-    warnings = [*experiment.warnings, *more]
+    warnings = list(experiment.warnings)
     if not args.slurm and (hint := slurm_job.unused_nodes_hint()) is not None:
         warnings.insert(0, hint)
     if unused := unused_by_run(experiment.raw, has_slurm=args.slurm or _has_engine()):

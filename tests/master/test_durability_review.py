@@ -55,24 +55,6 @@ with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
 
 
 @pytest.mark.process
-def test_master_outage_logs_single_retry_line(master: MasterForTest, tmp_path: Path) -> None:
-    experiment_id = submit(master, config(), REPORTING.replace("GATE", str(tmp_path / "gate")))
-    wait_for(lambda: "ready" in log_of(master, experiment_id))
-
-    master.kill()
-    time.sleep(6)
-    master.up()
-    (tmp_path / "gate").touch()
-    wait_until(master, experiment_id, "COMPLETED")
-
-    lines = log_of(master, experiment_id).splitlines()
-    assert (
-        len([line for line in lines if "the master does not respond; retrying until it does (" in line]) == 1
-    )
-    assert not [line for line in lines if "Retrying (" in line]
-
-
-@pytest.mark.process
 def test_restarted_master_must_reuse_trials_port(
     master: MasterForTest,
 ) -> None:
