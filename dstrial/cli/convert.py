@@ -143,6 +143,9 @@ def _print_keys(conversion: Conversion) -> None:
     keys = sorted(conversion.keys, key=lambda one: order.index(one.status))
     rows = [(one.key, render(one.value), _DESTINATIONS[one.status], one.explanation) for one in keys]
     sys.stdout.write(text_table(("key", "value", "went to", "as, or why not"), rows))
+    for one in keys:
+        if one.status == "left":
+            sys.stdout.write(f"note: {one.key} {render(one.value)} is not taken over: {one.explanation}\n")
 
 
 def _check(path: Path, context_dir: Path, conversion: Conversion) -> int:

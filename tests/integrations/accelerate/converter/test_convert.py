@@ -288,7 +288,6 @@ def test_convert_leaves_gpu_ids_to_user(ids: int | str) -> None:
     [
         ("accelerate launch --config_file a.yaml train.py", "Leave 'accelerate' and its options away"),
         ("torchrun --nproc-per-node 2 train.py", "python3 -m dstrial.launch takes its place"),
-        ("train.py --lr 1", "Pass its directory with -o"),
     ],
 )
 def test_convert_invalid_entrypoint_writes_nothing(
