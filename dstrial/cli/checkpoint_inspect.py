@@ -159,10 +159,6 @@ def _text(contents: Mapping[str, Any]) -> str:
             right=(1, 2),
         )
     )
-    ranks = contents["bytes_by_rank"]
-    if ranks:
-        rows = [[rank, size_text(num_bytes)] for rank, num_bytes in ranks.items()]
-        parts.append(text_table(["rank", "wrote"], rows, right=(0, 1)))
     for engine_idx, engine in enumerate(contents["engines"]):
         if "parameter_table" in engine:
             parts.append(_table_text(engine_idx, engine["parameter_table"]))

@@ -448,8 +448,6 @@ class _Attempt:
             signals,
             on_poll=self._show_search if request.is_search else functools.partial(self._show, log),
             on_stop=lambda: print_line(self._stop_text()),
-            print_line=print_line,
-            has_many_trials=request.is_search,
         )
         self._poll_run()
         verdict, lines, failure = self._end(followed, job)
@@ -498,19 +496,14 @@ class _Attempt:
 
     def _stop_text(self) -> str:
         request = self._request
-        subject = "ranks that have not ended"
+        what = "stopping all ranks"
         if request.is_search:
-            what, subject = "pausing all trials with a checkpoint", "what has not ended"
+            what = "pausing all trials with a checkpoint"
         elif self._view.batches_trained is not None:
             what = "stopping all ranks at the same batch, saving a checkpoint"
-        elif request.entrypoint.trial is not None:
-            what = "stopping all ranks, training has not begun"
-        else:
-            what = "stopping all ranks"
-        are = "is" if request.is_search else "are"
         limit_s = request.experiment.preemption_timeout_s
         again = "kills them now" if self._master.is_own else "to leave that to the master"
-        return f"{what}; {subject} after {limit_s} s (preemption_timeout) {are} killed (Ctrl-C again {again})"
+        return f"{what}; ranks that have not ended after {limit_s} s (preemption_timeout) are killed (Ctrl-C again {again})"
 
     def _end(self, followed: FollowResult, job: slurm_job.BatchJob | None) -> tuple[Verdict, list[str], str]:
         """Record the attempt's end; return the verdict, summary lines and failure text."""

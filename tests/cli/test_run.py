@@ -559,7 +559,7 @@ def test_stop_before_training_promises_no_checkpoint(make_project: MakeProject) 
         project, project.command("--test", "--slots", "1"), "up", [signal.SIGINT] * 2
     )
     assert code == 130, output
-    assert "stopping all ranks, training has not begun; ranks that have not ended after 600 s" in output
+    assert "stopping all ranks; ranks that have not ended after 600 s" in output
     assert "test stopped by SIGINT; its files are in" in output
 
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from small_runs import DEFINITIONS, deepspeed_config, experiment, submit
+from small_runs import deepspeed_config, experiment, submit
 from waiting import wait_for
 
 from dstrial.master.client import Client
@@ -91,30 +87,6 @@ def test_stopped_rank_is_shown_until_it_continues(shared_master: MasterForTest, 
     assert stalls_in_status(shared_master, trial_id) == []
     assert stall_on_page(client, trial_id) == ""
     assert "stalled: no longer" in shared_master.det("trial", "logs", str(trial_id)).stdout
-
-
-def test_run_of_search_names_stalled_trial(shared_master: MasterForTest, tmp_path: Path) -> None:
-    config = stalling_config(tmp_path, action="report", validate=20)
-    config["searcher"] |= {"name": "random", "max_trials": 1}
-    (tmp_path / "exp.yaml").write_text(yaml.safe_dump(config))
-    printed = tmp_path / "printed"
-    command = [sys.executable, "-m", "dstrial.cli", "run", "exp.yaml", str(DEFINITIONS)]
-    with printed.open("w") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env=shared_master.env, cwd=tmp_path
-        )
-    try:
-        text = "stalled: rank 1 is stopped (SIGSTOP) at batch 5 in train_batch"
-        wait_for(lambda: text in printed.read_text(), text, deadline_s=180)
-        os.kill(int((tmp_path / "pids").read_text()), signal.SIGCONT)
-        assert process.wait(timeout=120) == 0, printed.read_text()
-    finally:
-        process.kill()
-        process.wait()
-    found = re.findall(
-        r"^trial (\d+): stalled: (rank 1 is stopped|no longer)", printed.read_text(), re.MULTILINE
-    )
-    assert [what for _, what in found] == ["rank 1 is stopped", "no longer"], printed.read_text()
 
 
 def test_stalled_trial_restarts_once_if_configured(shared_master: MasterForTest, tmp_path: Path) -> None:
