@@ -157,14 +157,6 @@ def test_every_shipped_config_passes_check():
         assert all("is a search space" in line for line in warnings), warnings
 
 
-def test_command_line_overwrite_error_names_full_key(context):
-    key = "hyperparameters.overwrite_deepspeed_args.train_batch_size"
-    result = check(context, "exp.yaml", ".", "--config", f"{key}=63")
-
-    assert result.returncode == 1
-    assert f"--config: {key} is 63 = 4" in result.stderr
-
-
 def test_explain_masks_monitor_api_keys(
     tmp_path: Path, dstrial_command: Callable[..., tuple[int, str, str]]
 ) -> None:

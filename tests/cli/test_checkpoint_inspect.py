@@ -122,13 +122,3 @@ def test_inspect_without_engine_file_still_shows_layout(
     assert "cannot be read" in out
     assert "mp_rank_00_model_states.pt is missing" in out
     assert "ZeRO stage 2" in out
-
-
-def test_inspect_labels_parameters_of_spread_experts(checkpoints: Any, dstrial_command: Command) -> None:
-    path = checkpoints["spread experts"].latest
-    exit_code, out, _ = dstrial_command("checkpoint", "inspect", path, "--parameters")
-    assert exit_code == 0
-    assert "over 2 ranks; parameters are those of one" in out
-    assert "its experts are spread over 2 ranks" in out
-    (engine,) = run_inspect(dstrial_command, path)["engines"]
-    assert engine["expert_parallel_size"] == 2

@@ -157,24 +157,6 @@ def test_summary_shows_telemetry_unless_it_is_damaged(
         assert "speed:" not in summary_of(run_directory, COMPLETED, RunView(10, 10))
 
 
-def test_summary_names_checkpoint_once_if_best_is_last(run_directory: RunDirectory) -> None:
-    row = {"group": "validation", "steps_completed": 10, "metrics": {"accuracy": 0.9}}
-    append_json_line(run_directory.metrics_path, row)
-    checkpoint = add_checkpoint(run_directory, 10)
-    text = summary_of(run_directory, COMPLETED, RunView(10, 10))
-    assert "  best:        the last (batch 10, accuracy 0.9)" in text
-    assert text.count(checkpoint.name) == 1
-
-
-def test_summary_shortens_paths_below_working_directory(
-    run_directory: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    text = summary_of(run_directory, COMPLETED)
-    assert f"run directory: {run_directory.path.relative_to(tmp_path)}, with" in text
-    assert str(tmp_path) not in text
-
-
 def test_summary_without_checkpoint_offers_no_resume(run_directory: RunDirectory) -> None:
     text = summary_of(run_directory, Verdict(RunState.FAILED, 1, "rank 0 failed first"))
     assert "state:         failed (rank 0 failed first; no checkpoint)" in text

@@ -273,18 +273,3 @@ def test_foreground_up_shows_log_until_ctrl_c(tmp_path: Path) -> None:
     assert "serving at http://localhost:" in text
     assert "the master has ended" in text
     assert "Traceback" not in text
-
-
-def test_up_reuses_state_directory_after_port_error(master: MasterForTest, tmp_path: Path) -> None:
-    other = StateDirectory(tmp_path / "other")
-    port = master.record.port
-    ended = master.dstrial("up", "--state-dir", str(other.path), "--port", str(port))
-    assert ended.returncode == 1
-    assert ended.stderr.startswith(f"port {port} of 127.0.0.1 is taken by another program")
-    assert "Traceback" not in ended.stderr
-    assert other.running() is None
-    ended = master.dstrial("up", "--state-dir", str(other.path), "--port", "0", "--slots", "1")
-    try:
-        assert ended.returncode == 0, ended.stderr
-    finally:
-        master.dstrial("down", "--now", "--state-dir", str(other.path))

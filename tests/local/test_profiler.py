@@ -89,14 +89,6 @@ def test_partial_samples_are_reported_at_training_end(run_directory: RunDirector
     assert all(row["time"].endswith("+00:00") and len(row["time"]) == 32 for row in rows)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_failed_report_ends_only_collector_thread() -> None:
-    profiler = NodeProfiler("node", core.DummyDistributedContext(), FakeSink(OSError("the disk is full")))
-    profiler.on(sampling_interval=0.1, samples_per_report=1)
-    wait_for(lambda: not collectors(), "it has ended")
-    profiler.off()
-
-
 @pytest.mark.process
 def test_only_first_rank_of_node_collects(run_directory: RunDirectory) -> None:
     def train(dist: core.DistributedContext, path: Path) -> int:
@@ -107,16 +99,3 @@ def test_only_first_rank_of_node_collects(run_directory: RunDirectory) -> None:
     assert on_ranks(2, train, run_directory.path) == [1, 0]
     groups = [row["group"] for row in read_json_lines(run_directory.metrics_path)]
     assert set(groups) == GROUPS
-
-
-def test_each_node_writes_own_metrics_file(run_directory: RunDirectory) -> None:
-    first = core.DummyDistributedContext()
-    second = core.DummyDistributedContext()
-    second.rank, second.size, second.cross_rank, second.cross_size = 1, 2, 1, 2
-    for dist in (first, second):
-        made = init(run_directory, distributed=dist)
-        made.profiler.on(sampling_interval=0.1, samples_per_report=1)
-        made.profiler.off()
-
-    for path in (run_directory.metrics_path, run_directory.path / "metrics.node1.jsonl"):
-        assert {row["group"] for row in read_json_lines(path)} == GROUPS

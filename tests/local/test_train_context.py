@@ -120,15 +120,6 @@ class TestRewind:
         ]
         assert again.get_experiment_best_validation() == 20
 
-    def test_second_rewind_appends_to_superseded_file(self, run_directory: RunDirectory) -> None:
-        train = opened(run_directory)
-        for loss in (0.1, 0.2):
-            train.report_training_metrics(30, {"loss": loss})
-            train.rewind_to(0)
-        assert steps(run_directory) == []
-        aside = read_json_lines(run_directory.superseded_metrics_path)
-        assert [row["metrics"]["loss"] for row in aside] == [0.1, 0.2]
-
     def test_rewind_is_noop_without_later_reports_or_chief(self, run_directory: RunDirectory) -> None:
         train = opened(run_directory)
         train.report_training_metrics(10, {"loss": 1})
@@ -172,15 +163,6 @@ class TestProgress:
         train.report_batches(100, 100)
         assert read_json(run_directory.progress_path)["progress"] == 1.0
         assert written() == 100
-
-    def test_flush_writes_throttled_progress(self, run_directory: RunDirectory) -> None:
-        clock = Clock()
-        train = opened(run_directory, clock=clock)
-        train.report_progress(0.1)
-        train.report_progress(0.2)
-        assert read_json(run_directory.progress_path)["progress"] == 0.1
-        train.flush_progress()
-        assert read_json(run_directory.progress_path)["progress"] == 0.2
 
     def test_worker_writes_no_progress_or_status(self, run_directory: RunDirectory) -> None:
         worker = opened(run_directory, is_chief=False)

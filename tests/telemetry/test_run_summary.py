@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from dstrial.telemetry.samples import RankSample, RunTotals
 from dstrial.telemetry.summary import memory_rows, summary_rows
 
 MIB = 2**20
@@ -71,19 +70,6 @@ def test_slowest_rank_is_named_except_among_stages() -> None:
     pipeline = dict(summary_rows(document(ranks=stages)))
     assert "slowest rank" not in pipeline
     assert "other stages 1 %" in pipeline["step time"]
-
-
-def test_step_time_shares_sum_to_at_most_100() -> None:
-    """Rank 1 waits in backward while rank 0, whose clock is paused, writes a report."""
-    samples = [
-        RankSample(1, seconds, 0.001, {"forward": 0.001, "backward": backward_s}, "host clock", None, 0, {})
-        for seconds, backward_s in ((0.010, 0.003), (0.230, 0.221))
-    ]
-    totals = RunTotals()
-    totals.add(samples, 32)
-    rows = dict(summary_rows(totals.to_json(None)))
-
-    assert rows["step time"] == "data wait 1 %, forward 1 %, backward 93 %, other 5 % (by host clock)"
 
 
 def test_memory_names_rank_with_most() -> None:
