@@ -192,6 +192,22 @@ def test_files_named_in_document_exist(document: str) -> None:
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
+def test_failure_table_names_existing_tests() -> None:
+    text = text_of("docs/contributors/what-survives-what-tests.md")
+    rows = [
+        line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| what happens")
+    ]
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+
+    assert len(rows) >= 20
+    assert not [row for row in rows if "::test_" not in row.split(" | ")[-1]]
+    assert not [
+        f"{file}::{name}"
+        for file, name in named
+        if not re.search(rf"^ *(async )?def {name}\(", text_of(file), flags=re.MULTILINE)
+    ]
+
+
 def test_every_invariant_names_its_test() -> None:
     section = text_of("ARCHITECTURE.md").partition("## Invariants")[2].partition("\n## ")[0]
     invariants = re.findall(r"^(\d+)\. (.*)$", section, flags=re.MULTILINE)

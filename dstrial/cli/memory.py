@@ -130,14 +130,14 @@ def _settings_text(experiment: ExperimentConfig) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Planned:
-    """A model, or a pipeline stage, on a number of devices, whose memory is to be predicted."""
+    """A model or stage on a number of devices, whose memory is to be predicted."""
 
     placement: Placement
     experiment: ExperimentConfig | None  # None if the placement has a problem
 
 
 def _planned_runs(args: argparse.Namespace, num_slots: int) -> list[_Planned]:
-    """Return one planned prediction per pipeline stage; a single one without a pipeline."""
+    """Return a planned prediction per pipeline stage; one without a pipeline."""
     from dstrial.dsat.predictor.model_memory import Placement
 
     try:

@@ -128,7 +128,7 @@ def tokens_of(samples: Sequence[RankSample]) -> int | None:
 
 
 def compute_rates(samples: Sequence[RankSample], peak_flops_per_s: float | None) -> dict[str, float]:
-    """Return TFLOPS per device and, if the peak is known, MFU and HFU; {} without FLOPs."""
+    """Return TFLOPS per device, and MFU and HFU with a known peak; {} without FLOPs."""
     counted = [sample.flops for sample in samples if sample.flops is not None]
     first = samples[0]
     if len(counted) < len(samples) or not first.num_batches or not sum(total for total, _ in counted):
