@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from dstrial.engine.deepspeed_internals.engines import steps_next
-from dstrial.engine.memory import ACTIVATIONS, ALL_PARTS, MemorySplit, memory_parts
+from dstrial.engine.memory import ACTIVATIONS, ALL_PARTS, MemorySplit
 from dstrial.engine.model_flops import FlopCounter
 
 logger = logging.getLogger("dstrial.telemetry")
@@ -28,7 +28,6 @@ _COUNTERS = {"VmRSS": "process_memory_bytes", "VmHWM": "process_peak_memory_byte
 
 PEAK = "tensors_peak_bytes"  # maximum of all live tensors on the device, tracked operation by operation
 HOST = "host_tensors_bytes"  # engine state that is offloaded to the host
-UNATTRIBUTED = "unattributed_bytes"  # after a step: the device's counter minus the sum of the measured parts
 
 BY_OPERATIONS = "storages of tensors; activations and peak operation by operation"
 BY_COUNTERS = "storages of tensors; activations by the device's counter"
@@ -147,10 +146,6 @@ class FirstBatchMemory:
             self._found[PEAK] = split.peak_bytes
         if on_host := sum(split.host.values()):
             self._found[HOST] = on_host
-        allocated = self._allocated()
-        if allocated is not None:
-            on_device, _ = memory_parts(self._engines, self._is_host)
-            self._found[UNATTRIBUTED] = max(0, allocated - sum(on_device.values()))
         self.found_by = self._how
 
     def _is_host(self, device: torch.device) -> bool:

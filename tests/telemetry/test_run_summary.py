@@ -58,20 +58,6 @@ def test_unknown_flops_are_shown_with_reason() -> None:
     assert "tokens" not in rows["speed"]
 
 
-def test_slowest_rank_is_named_except_among_stages() -> None:
-    fast = {"batch_ms": 100.0, "data_wait_ms": 1.0, "forward_ms": 20.0, "backward_ms": 50.0, "step_ms": 20.0}
-    slow = {"batch_ms": 100.0, "data_wait_ms": 31.0, "forward_ms": 20.0, "backward_ms": 20.0, "step_ms": 20.0}
-    rows = dict(summary_rows(document(ranks=[fast, fast, slow], memory_bytes=[{}, {}, {}])))
-    stages = [{**fast, "stages_ms": 1.0}, {**slow, "stages_ms": 1.0}]
-
-    assert rows["slowest rank"] == "2: 51 ms of data wait and forward a batch; others 21 ms"
-    assert "memory" not in rows
-    assert "slowest rank" not in dict(summary_rows(document(ranks=[fast, fast])))
-    pipeline = dict(summary_rows(document(ranks=stages)))
-    assert "slowest rank" not in pipeline
-    assert "other stages 1 %" in pipeline["step time"]
-
-
 def test_memory_names_rank_with_most() -> None:
     gib = 2**30
     device = [
@@ -120,14 +106,3 @@ def test_unmeasured_memory_has_no_row_or_column() -> None:
     }
     heads, *_ = memory_rows([unknown])
     assert heads[1].split() == ["parameters", "gradients", "optimizer", "buffers"]
-
-
-def test_dominant_buffers_are_explained() -> None:
-    note = (
-        "  buffers",
-        "mostly DeepSpeed's for messages: as large as zero_optimization.reduce_bucket_size says, used or not",
-    )
-    assert memory_rows([rank(3500, buffers=1500.0)])[-1] == note
-    assert note not in memory_rows([rank(3500, buffers=1300.0)])
-    small = dict.fromkeys(("parameters", "gradients", "optimizer", "activations"), 1.0)
-    assert note not in memory_rows([rank(60, buffers=50.0, **small)])

@@ -14,7 +14,6 @@ from dstrial.telemetry.samples import (
     RankSample,
     RunTotals,
     report_metrics,
-    slowest_rank,
     tokens_of,
 )
 
@@ -127,17 +126,3 @@ def test_totals_weight_reports_by_number_of_batches() -> None:
     assert found["model_tflops_per_device"] == pytest.approx(3 * 40 / 7)
     assert found["peak_flops_per_s"] == PEAK
     json.dumps(found)
-
-
-@pytest.mark.parametrize(
-    ("works_ms", "rank"),
-    [
-        ([10.0], None),
-        ([10.0, 10.5], None),
-        ([10.0, 14.0, 10.0], 1),
-        ([0.1, 0.2, 0.1], None),
-        ([10.0, 20.0], 1),
-    ],
-)
-def test_slowest_rank_requires_clear_outlier(works_ms: list[float], rank: int | None) -> None:
-    assert slowest_rank(works_ms, 100.0) == rank
