@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 import shlex
-import time
 from collections.abc import Mapping, Sequence
 
 from dstrial.cli.follow import Verdict
@@ -27,14 +26,7 @@ from dstrial.object_storage import address_of, recorded_storage
 from dstrial.telemetry.summary import summary_rows
 from dstrial.visible_text import visible
 
-_SILENCE_S = 4.0  # a startup phase is shown if nothing was printed for this long
 _MAX_TRIALS_SHOWN = 50
-
-
-def _is_phase(text: str) -> bool:
-    """Return whether a log line of ``launch.start_watch`` only names a startup phase."""
-    is_repeated = ": still " in text
-    return text.startswith("dstrial.launch: starting: ") and " since " not in text and not is_repeated
 
 
 class Display:
@@ -54,42 +46,18 @@ class Display:
         self._err = err
         self._num_ranks = num_ranks
         self._metric = metric
-        self._shown: set[str] = set()
-        self._written_s = time.monotonic()
 
     def line(self, text: str, rank: int | None = None, stream: str = "stdout") -> None:
         """Show a line that a rank (None: the launcher) has written to ``stream``."""
-        if rank is None:
-            self.message(text)
-        else:
-            prefix = "" if self._num_ranks == 1 else f"[rank {rank}] "
-            self._write(prefix + text, self._err if stream == "stderr" else self._out)
-
-    def message(self, text: str) -> None:
-        """Show a line of the launcher; skip startup phases, which ``starting`` shows."""
-        if text.startswith("waiting for "):
-            self._shown.add(text)
-        if not _is_phase(text):
-            self._write(text, self._out)
-
-    def starting(self, text: str, age_s: float) -> None:
-        """Show a startup phase, which began ``age_s`` ago, unless it has been shown.
-
-        It is shown only if nothing else was shown for ``_SILENCE_S``.
-        """
-        if text not in self._shown and time.monotonic() - self._written_s >= _SILENCE_S:
-            self._shown.add(text)
-            self.message(text + (f", for {age_s:.0f} s" if age_s >= 1 else ""))
+        prefix = "" if self._num_ranks == 1 or rank is None else f"[rank {rank}] "
+        is_error = rank is not None and stream == "stderr"
+        (self._err if is_error else self._out).write(visible(prefix + text) + "\n")
 
     def view(self, view: RunView) -> None:
-        """Show the progress and the new reports of the run."""
+        """Show the new reports of the run."""
         for report in view.new_reports:
             if report.group in ("training", "validation"):
-                self.message(report_line(report, view.batches_total, self._metric))
-
-    def _write(self, text: str, stream: LossTolerantStream) -> None:
-        self._written_s = time.monotonic()
-        stream.write(visible(text) + "\n")
+                self.line(report_line(report, view.batches_total, self._metric))
 
 
 def summary(

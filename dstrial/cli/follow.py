@@ -58,7 +58,6 @@ class LogTail:
         self._show = show
         self._after = dict(after)
         self._withheld_report: list[str] = []
-        self.has_task_lines = False
 
     def poll(self, trial_id: int) -> None:
         while rows := observe.new_log_rows(self._master.state, trial_id, self._after.get(trial_id, 0)):
@@ -77,7 +76,6 @@ class LogTail:
             elif row.text.startswith("waiting for "):
                 self._show(row.text, None, "stdout")
             return
-        self.has_task_lines = True
         if row.rank is None and row.stdtype == "stderr":
             if self._withheld_report or _FAILURE_HEADLINE.match(row.text):
                 self._withheld_report.append(row.text)

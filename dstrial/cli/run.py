@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,7 +66,6 @@ from dstrial.local.run_directory import (
 )
 from dstrial.local.run_monitor import RunMonitor, RunView
 from dstrial.master import daemon
-from dstrial.master.store.views import observe
 from dstrial.ranks.stop_signals import noted_signals
 from dstrial.slurm.allocation import Allocation, allocation_of
 from dstrial.visible_text import visible
@@ -423,13 +421,12 @@ class _Attempt:
         metric = request.experiment.metric
         self._monitor = RunMonitor(run_directory, since=utc_now())
         self._display = display.Display(out, err, num_ranks=num_ranks, metric=metric)
-        self._waited_until_s = time.time()
         self._progress = ""
         self._view = RunView()
 
     def follow(self, signals: list[signal.Signals], job: slurm_job.BatchJob | None) -> int:
         """Submit the run, show it until it ends, and return the exit status."""
-        request, master, print_line = self._request, self._master, self._display.message
+        request, master, print_line = self._request, self._master, self._display.line
         print_line(f"run directory: {shown_path(self._run_directory.path)}")
         if request.checkpoint is not None:
             print_line(f"resuming from checkpoint {request.checkpoint}")
@@ -468,31 +465,16 @@ class _Attempt:
         self._display.view(self._view)
 
     def _show(self, log: LogTail, view: ExperimentView) -> None:
-        """Show a trial's new log lines and reports, or its startup phase before training."""
+        """Show a trial's new log lines and reports."""
         for trial in view.trials:
             log.poll(trial.id)
         self._poll_run()
-        if self._monitor.has_begun or view.is_settled:
-            return
-        now_s = time.time()
-        starts = observe.starting(self._master.state, view.id)
-        if starts:
-            self._display.starting(starts[0].text, now_s - starts[0].since_s)
-            self._waited_until_s = now_s
-        elif not log.has_task_lines:
-            self._display.starting("starting the trial's processes", now_s - self._waited_until_s)
-        elif self._request.entrypoint.trial is not None:
-            unit = self._request.experiment.scheduling_unit
-            self._display.starting(f"training, a report every {unit} batches (scheduling_unit)", 0.0)
 
     def _show_search(self, view: ExperimentView) -> None:
         line = display.progress_line(view, self._request.experiment)
         if line != self._progress:
             self._progress = line
-            self._display.message(line)
-        if not any(trial.total_batches for trial in view.trials):
-            for start in observe.starting(self._master.state, view.id)[:1]:
-                self._display.starting(f"trial {start.trial_id}: {start.text}", time.time() - start.since_s)
+            self._display.line(line)
 
     def _stop_text(self) -> str:
         request = self._request

@@ -45,11 +45,6 @@ class RunMonitor:
         self._tail = JsonLinesTail(run_directory.metrics_path)
         self._view = RunView()
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether this attempt has trained a batch, by its reports or progress."""
-        return bool(self._view.batches_trained)
-
     def poll(self) -> RunView:
         """Return the current view; ``new_reports`` has the reports since the last call."""
         reports: list[Report] = []

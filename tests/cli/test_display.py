@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -55,33 +54,6 @@ def test_plain_display_keeps_stream_and_prefixes_several_ranks(
     captured = capsys.readouterr()
     assert captured.out == "[alone]\n[rank 0] a\n"
     assert captured.err == "[rank 1] b\n"
-
-
-def test_plain_display_shows_each_phase_once(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    display = Display(*streams(), num_ranks=1, metric=None)
-    now_s = time.monotonic()
-    display.starting("importing model_def", 1.0)
-    monkeypatch.setattr(time, "monotonic", lambda: now_s + 5)
-    display.starting("importing model_def", 5.0)
-    display.starting("importing model_def", 6.0)
-    display.message("dstrial.launch: starting: importing model_def, for 7 s")
-    for _ in range(2):
-        display.message("dstrial.launch: SIGTERM received: the ranks were asked to stop")
-    display.message("dstrial.launch: starting: compiling operator x since 10:00:00; ranks that use it wait.")
-    display.starting("compiling operator x", 9.0)
-    display.message("dstrial.launch: starting: still importing model_def, for 30 s")
-    display.message("waiting for 2 slots: 1 of 2 is in use")
-    display.starting("waiting for 2 slots: 1 of 2 is in use", 6.0)
-    assert capsys.readouterr().out.splitlines() == [
-        "importing model_def, for 5 s",
-        "dstrial.launch: SIGTERM received: the ranks were asked to stop",
-        "dstrial.launch: SIGTERM received: the ranks were asked to stop",
-        "dstrial.launch: starting: compiling operator x since 10:00:00; ranks that use it wait.",
-        "dstrial.launch: starting: still importing model_def, for 30 s",
-        "waiting for 2 slots: 1 of 2 is in use",
-    ]
 
 
 def summary_of(

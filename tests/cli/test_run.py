@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import pty
 import re
 import shlex
 import shutil
@@ -255,26 +254,6 @@ class TestScripts:
             assert view is not None
             assert (view.state, view.trials[0].num_allocations) == ("COMPLETED", 2)
             assert experiment_view(master.state, 2) is None
-
-    def test_sigint_with_closed_stdout_saves_and_summarizes(self, make_project: MakeProject) -> None:
-        """The summary appears on the terminal that standard error is connected to."""
-        project = make_project(CORE_API_SCRIPT, "python3 train.py wait")
-        ours, theirs = pty.openpty()
-        with started(project, project.command(), stderr=theirs, popen=subprocess.Popen) as process:
-            os.close(theirs)
-            assert process.stdout is not None
-            while "waiting for a signal" not in process.stdout.readline():
-                pass
-            process.stdout.close()
-            process.send_signal(signal.SIGINT)
-            shown = b"".join(_read_until_closed(ours)).decode()
-            assert process.wait(DEADLINE_S) == 130, shown
-        os.close(ours)
-        assert "state:         stopped at batch 5 of 10 (SIGINT)" in shown
-        assert "Traceback" not in shown
-        (run_directory,) = project.run_directories()
-        assert run_directory.read_record().state is RunState.STOPPED
-        assert len(list_checkpoints(run_directory.checkpoints_path)) == 1
 
     def test_resume_from_named_checkpoint_keeps_later_checkpoints(self, make_project: MakeProject) -> None:
         project = make_project(CORE_API_SCRIPT, "python3 train.py wait")
