@@ -416,16 +416,7 @@ class MirroredCheckpointContext(NodeCheckpointContext):
         keep: KeepPolicy | None,
         train: LocalTrainContext,
     ) -> None:
-        super().__init__(
-            cluster._dist,
-            cluster._storage_manager,
-            cluster._session,
-            cluster._task_id,
-            cluster._allocation_id,
-            cluster._tensorboard_mode,
-            cluster._tensorboard_manager,
-            cluster._storage_backend_id,
-        )
+        self.__dict__.update(cluster.__dict__)
         self._checkpoints_path = run_directory.checkpoints_path
         self._settings = settings
         if isinstance(self._storage_manager, ObjectStorageManager):
@@ -590,10 +581,7 @@ def open_checkpoint_store(
             if isinstance(manager, _CheckpointDirectory):
                 paths.setdefault(manager.path, None)
             for path, deletion in paths.items():
-                for name, num_bytes in remove_incomplete_checkpoints(path, deletion).items():
-                    logger.warning(
-                        "removed checkpoint %s, which was never completed (%s bytes)", name, f"{num_bytes:,}"
-                    )
+                remove_incomplete_checkpoints(path, deletion)
         store = LocalCheckpointContext(
             dist,
             checkpoints_path,

@@ -23,9 +23,6 @@ logger = logging.getLogger("dstrial.telemetry")
 
 ResultT = TypeVar("ResultT")
 
-_STATUS = Path("/proc/self/status")
-_COUNTERS = {"VmRSS": "process_memory_bytes", "VmHWM": "process_peak_memory_bytes"}
-
 PEAK = "tensors_peak_bytes"  # maximum of all live tensors on the device, tracked operation by operation
 HOST = "host_tensors_bytes"  # engine state that is offloaded to the host
 
@@ -34,28 +31,14 @@ BY_COUNTERS = "storages of tensors; activations by the device's counter"
 BY_STORAGES = "storages of tensors; activations unknown"
 
 
-def process_memory(status: str) -> dict[str, int]:
-    """Return a process's current and peak memory (RSS) in bytes, by counter name.
-
-    ``status`` is the text of ``/proc/PID/status``.
-    """
-    found = {}
-    for line in status.splitlines():
-        name, _, value = line.partition(":")
-        if name in _COUNTERS:
-            found[_COUNTERS[name]] = int(value.split()[0]) * 1024
-    return found
-
-
 def memory_now(accelerator: Any) -> dict[str, int]:
     """Return the memory counters of this process and its device: name -> bytes.
 
     Does not synchronise the device. On the CPU, there are only counters of the process.
     """
-    try:
-        found = process_memory(_STATUS.read_text())
-    except OSError:
-        found = {}
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    counters = {"process_memory_bytes": "VmRSS", "process_peak_memory_bytes": "VmHWM"}
+    found = {name: int(status[key].split()[0]) * 1024 for name, key in counters.items()}
     if accelerator.device_name() == "cpu":
         return found
     for name, read in (

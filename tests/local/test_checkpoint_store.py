@@ -279,7 +279,8 @@ def test_incomplete_checkpoint_of_running_process_is_kept(tmp_path: Path) -> Non
     try:
         assert saving.stdout is not None
         assert saving.stdout.readline() == "saving\n"
-        assert remove_incomplete_checkpoints(tmp_path) == {}
+        remove_incomplete_checkpoints(tmp_path)
+        assert len(names_in(tmp_path)) == 2
         saving.communicate("\n")
     finally:
         saving.kill()
@@ -296,7 +297,7 @@ def test_reused_pid_does_not_protect_incomplete_checkpoint(tmp_path: Path) -> No
     (tmp_path / f"{name}.saving" / "writer.json").write_text(
         f'{{"host": "{host}", "pid": {os.getpid()}, "started": "1"}}'
     )
-    assert remove_incomplete_checkpoints(tmp_path) == {name: 700}
+    remove_incomplete_checkpoints(tmp_path)
     assert names_in(tmp_path) == []
 
 
