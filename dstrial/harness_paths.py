@@ -231,8 +231,12 @@ def _private_directory() -> str:
         import tempfile
 
         _private_directories[pid] = path = tempfile.mkdtemp(prefix="dstrial-tensorboard-")
-        # A forked child must not remove its parent's directory.
-        atexit.register(lambda: os.getpid() == pid and shutil.rmtree(path, ignore_errors=True))
+
+        def remove() -> None:
+            if os.getpid() == pid:  # a forked child must not remove its parent's directory
+                shutil.rmtree(path, ignore_errors=True)
+
+        atexit.register(remove)
     return _private_directories[pid]
 
 

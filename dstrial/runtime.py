@@ -128,7 +128,6 @@ def process_runtime(
 
     With ``defers_signals``, stop signals end the process until the caller calls ``signals.listen()``. Ranks: all, collectively.
     """
-    quieten_libraries()
     if os.environ.get(RUN_DIR_VARIABLE):
         # The launcher or ``dstrial run`` prints each report of the run directory; Determined logs each one, too.
         logging.getLogger("determined.core").setLevel(logging.WARNING)
@@ -297,18 +296,3 @@ class _ClusterSystemMetrics:
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.close()
-
-
-# Beginnings of log messages to drop. DeepSpeed 0.19 causes this warning by its own call of get_lr (runtime/lr_schedules.py).
-_OF_DEEPSPEED = ("Attempting to get learning rate from scheduler before it has started",)
-
-
-def quieten_libraries() -> None:
-    """Make DeepSpeed's logger drop the messages in ``_OF_DEEPSPEED``. Idempotent."""
-    logger = logging.getLogger("DeepSpeed")
-    if _tells_something not in logger.filters:
-        logger.addFilter(_tells_something)
-
-
-def _tells_something(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_OF_DEEPSPEED)

@@ -83,7 +83,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
         if name != command:
             subparsers.add_parser(name)
         elif name in _MODULES:
-            _module(name).add_parser(subparsers, name, COMMANDS[name])
+            _module(name).add_parser(subparsers, name)
         else:
             _module(name).add_parser(subparsers)
     return parser

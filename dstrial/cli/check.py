@@ -29,7 +29,6 @@ _SECRETS = SecretNames()
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "check",
-        help="check an experiment config and its DeepSpeed config; starts nothing",
         description="Check an experiment config and the DeepSpeed config it names. Exits 0 if training can start, "
         "1 if not; all problems are listed at once. Starts no process and imports neither torch nor deepspeed.",
     )

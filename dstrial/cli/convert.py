@@ -45,7 +45,6 @@ _OTHER_LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "mpirun", "mpiexec", 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "convert",
-        help="convert another tool's config to an experiment config",
         description="Convert another tool's config to an experiment config and a DeepSpeed JSON. Print where "
         "each key is in the new files.",
     )

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
-import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
 
 from dstrial.cli.follow import Verdict
-from dstrial.cli.streams import LossTolerantStream, text_table
-from dstrial.config.diagnostics import dotted
+from dstrial.cli.streams import LossTolerantStream, command_of
 from dstrial.config.experiment_config.config import ExperimentConfig
-from dstrial.config.experiment_config.hyperparameters import searched_values
-from dstrial.config.secrets import SecretNames, masked
 from dstrial.errors import DstrialError
 from dstrial.launch.failures import LaunchOutcome
 from dstrial.local.checkpoint_directory import StoredCheckpoint, list_checkpoints, newest_checkpoint
@@ -25,8 +22,6 @@ from dstrial.master.store.views.observe import ExperimentView, TrialView
 from dstrial.object_storage import address_of, recorded_storage
 from dstrial.telemetry.summary import summary_rows
 from dstrial.visible_text import visible
-
-_MAX_TRIALS_SHOWN = 50
 
 
 class Display:
@@ -178,64 +173,35 @@ def _lost_batches(
     return f"batches after {batches_saved} are lost" if is_ahead else None
 
 
-def _best_first(view: ExperimentView, experiment: ExperimentConfig) -> list[TrialView]:
-    def key(trial: TrialView) -> tuple[bool, float, int]:
-        value = trial.best_metric or 0.0
-        return trial.best_metric is None, value if experiment.smaller_is_better else -value, trial.id
-
-    return sorted(view.trials, key=key)
-
-
-def best_checkpoint(view: ExperimentView, experiment: ExperimentConfig) -> str | None:
-    """Return the UUID of the best checkpoint of a search's trials, or None."""
-    return next((best.best_checkpoint for best in _best_first(view, experiment)[:1]), None)
+def best_trial(view: ExperimentView, experiment: ExperimentConfig) -> TrialView | None:
+    """Return a search's trial with the best metric; None before the first metric."""
+    sign = 1 if experiment.smaller_is_better else -1
+    measured = [(sign * one.best_metric, one.id, one) for one in view.trials if one.best_metric is not None]
+    return min(measured)[2] if measured else None
 
 
 def progress_line(view: ExperimentView, experiment: ExperimentConfig) -> str:
     """Format a search's progress: ``40 %  2 active  accuracy 0.93 (trial 4)``."""
-    counts: dict[str, int] = {}
-    for trial in view.trials:
-        counts[trial.state.lower()] = counts.get(trial.state.lower(), 0) + 1
+    counts = collections.Counter(trial.state.lower() for trial in view.trials)
     parts = [f"{view.progress * 100:.0f} %", ", ".join(f"{n} {state}" for state, n in sorted(counts.items()))]
-    for best in _best_first(view, experiment)[:1]:
-        if best.best_metric is not None:
-            parts.append(f"{experiment.metric} {number(best.best_metric)} (trial {best.id})")
+    best = best_trial(view, experiment)
+    if best is not None:
+        parts.append(f"{experiment.metric} {number(best.best_metric or 0.0)} (trial {best.id})")
     return "  ".join(parts)
 
 
 def search_summary(
     view: ExperimentView, experiment: ExperimentConfig, verdict: Verdict, run_directory: RunDirectory
 ) -> list[str]:
-    """Return the lines of a search's summary: trials, state and best checkpoint."""
-    described = f" ({verdict.reason})" if verdict.reason else ""
-    rows = [("state", verdict.state.value + described)]
+    """Return the lines of a search's summary: state, best trial and best checkpoint."""
+    rows = [("state", verdict.state.value + (f" ({verdict.reason})" if verdict.reason else ""))]
+    best = best_trial(view, experiment)
+    if best is not None:
+        rows.append(("best", f"{experiment.metric} {best.best_metric:.6g} of trial {best.id}"))
     rows.append(("run directory", shown_path(run_directory.path)))
-    for best in _best_first(view, experiment)[:1]:
-        if best.best_metric is not None:
-            rows.insert(1, ("best", f"{experiment.metric} {best.best_metric:.6g} of trial {best.id}"))
-        if best.best_checkpoint is not None:
-            path = run_directory.checkpoints_path / best.best_checkpoint
-            shown = (
-                f"checkpoints/{path.name}" if path.is_dir() else path.name
-            )  # else it is in another storage
-            rows.append(("  best", shown))
-    return trial_table(view, experiment) + row_lines(rows)
-
-
-def trial_table(view: ExperimentView, experiment: ExperimentConfig) -> list[str]:
-    """Return a table of trials, best first, as lines; the last line counts the rest."""
-    specs = experiment.raw.get("hyperparameters") or {}
-    rows: list[tuple[object, ...]] = []
-    for trial in _best_first(view, experiment)[:_MAX_TRIALS_SHOWN]:
-        chosen = searched_values(specs, masked(json.loads(trial.hparams), SecretNames()))
-        hparams = " ".join(f"{dotted(path)}={_value_text(value)}" for path, value in chosen)
-        metric = "" if trial.best_metric is None else number(trial.best_metric)
-        rows.append((trial.id, trial.state.lower(), trial.total_batches, metric, hparams))
-    header = ("trial", "state", "batches", experiment.metric, "hyperparameters")
-    lines = text_table(header, rows).splitlines()
-    hidden = len(view.trials) - _MAX_TRIALS_SHOWN
-    return [*lines, f"and {hidden} more"] if hidden > 0 else lines
-
-
-def _value_text(value: object) -> str:
-    return number(value) if isinstance(value, float) else json.dumps(value)
+    if best is not None and best.best_checkpoint is not None:
+        path = run_directory.checkpoints_path / best.best_checkpoint
+        # A checkpoint without a directory is in another storage.
+        rows.append(("  best", f"checkpoints/{path.name}" if path.is_dir() else path.name))
+    rows.append(("trials", f"{len(view.trials)}; `{command_of('dstrial')} show {view.id}` lists them"))
+    return row_lines(rows)

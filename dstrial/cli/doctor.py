@@ -34,7 +34,6 @@ _DEFAULT_MINUTES = 5.0
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "doctor",
-        help="check whether this machine can train; --train makes a test run",
         description="Check Python, torch, DeepSpeed, devices, compilers, network, limits, disks and the master. Each line is "
         "ok, a note, or a problem with its fix. Exits 0 if there is no problem, else 1. Only --train trains.",
     )

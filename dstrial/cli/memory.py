@@ -31,7 +31,6 @@ _MEASURE = "Train some batches: the summary of `dstrial run` shows the measured 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "memory",
-        help="predict a model's memory, and whether it needs several devices",
         description="Predict the memory of one device, or of one device per pipeline stage: parameters, gradients, optimizer, "
         "activations and buffers. The command trains one step as one rank of N simulated ranks, on tensors without memory, and "
         "needs no accelerator.",

@@ -86,7 +86,6 @@ _EPILOG = (
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "run",
-        help="train one experiment on this machine and follow it",
         description="Check an experiment, submit it to this machine's master, follow it to its end, and print the paths of "
         "its files. If no master runs, the command starts one.",
         epilog=_EPILOG,
@@ -513,7 +512,8 @@ class _Attempt:
         """Link the best checkpoint; return the lines of the summary."""
         experiment, run_directory = self._request.experiment, self._run_directory
         if self._request.is_search:
-            best = None if view is None else display.best_checkpoint(view, experiment)
+            trial = None if view is None else display.best_trial(view, experiment)
+            best = None if trial is None else trial.best_checkpoint
             lines = display.row_lines([("run directory", shown_path(run_directory.path))])
             if view is not None:
                 lines = display.search_summary(view, experiment, verdict, run_directory)

@@ -32,7 +32,6 @@ _UNAVAILABLE = 503
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "status",
-        help="show the master's address, slots, experiments and disk use",
         description="Show address, slots, hosts, experiments and disk use of this machine's master. Exit status: 0 if the master "
         "runs; 1 if no master runs, or if the master is stopped by SIGSTOP.",
     )

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "up",
-        help="start the master of this machine in the background",
         description="Start a master on 127.0.0.1, a server with Determined's REST API, and log the det command in to it. "
         "Experiments that were active when the last master ended continue.",
     )

@@ -42,7 +42,6 @@ Requests are signed. The header X-Determined-AI-Signature is an HMAC-SHA256 in h
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "webhook",
-        help="manage webhooks: HTTP requests on events of experiments",
         description="Have the master of this machine send an HTTP request when an experiment ends, a log line matches, or a "
         "trial calls core_context.alert().",
         epilog=_EPILOG,
