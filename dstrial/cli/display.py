@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import math
 import shlex
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,6 @@ from dstrial.cli.follow import Verdict
 from dstrial.cli.streams import LossTolerantStream, command_of
 from dstrial.config.experiment_config.config import ExperimentConfig
 from dstrial.errors import DstrialError
-from dstrial.launch.failures import LaunchOutcome
 from dstrial.local.checkpoint_directory import StoredCheckpoint, list_checkpoints, newest_checkpoint
 from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import RunDirectory, RunState, shown_path
@@ -81,10 +79,17 @@ def summary(
     if view.batches_trained is not None:
         place = f" at batch {view.batches_trained}"
         place += "" if view.batches_total is None else f" of {view.batches_total}"
-    saved = None if checkpoint is None else checkpoint.steps_completed
-    details = [verdict.reason, _lost_batches(verdict, view.batches_trained, saved, steps_before)]
-    described = "; ".join(detail for detail in details if detail is not None)
-    rows = [("state", f"{verdict.state.value}{place}" + (f" ({described})" if described else ""))]
+    details = [verdict.reason] if verdict.reason else []
+    if (
+        verdict.state is RunState.COMPLETED
+        and steps_before is not None
+        and steps_before == view.batches_trained
+    ):
+        details.append("nothing was left to train")
+    elif verdict.state is not RunState.COMPLETED and checkpoint is None:
+        details.append("no checkpoint")
+    described = f" ({'; '.join(details)})" if details else ""
+    rows = [("state", f"{verdict.state.value}{place}{described}")]
     validations = read_validations(run_directory, metric)
     measured = [(value, step) for step, value in sorted(validations.items()) if not math.isnan(value)]
     if validations:
@@ -131,14 +136,6 @@ def row_lines(rows: Sequence[tuple[str, str]]) -> list[str]:
     return [f"{name + ':':<15}{value}" for name, value in rows]
 
 
-def view_at_failure(view: RunView, outcome: LaunchOutcome) -> RunView:
-    """Return ``view`` advanced to the failed rank's batch, if that is later."""
-    batch = outcome.first_failure and outcome.first_failure.batches_trained
-    if not batch:
-        return view
-    return dataclasses.replace(view, batches_trained=max(batch, view.batches_trained or 0))
-
-
 def telemetry_rows(run_directory: RunDirectory) -> list[tuple[str, str]]:
     with contextlib.suppress(
         DstrialError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError
@@ -156,21 +153,6 @@ def skipped_rows(run_directory: RunDirectory) -> list[tuple[str, str]]:
         return []
     text = f"{status['skipped_steps']} of {status.get('optimizer_steps')} (gradients were not finite)"
     return [("skipped steps", text)]
-
-
-def _lost_batches(
-    verdict: Verdict, batches_trained: int | None, batches_saved: int | None, steps_before: int | None
-) -> str | None:
-    """Return a remark such as ``batches after 100 are lost`` for the summary, or None."""
-    if verdict.state is RunState.COMPLETED:
-        has_trained = None in (steps_before, batches_trained) or batches_trained != steps_before
-        return None if has_trained else "nothing was left to train"
-    if verdict.may_continue:
-        return None
-    if batches_saved is None:
-        return "no checkpoint"
-    is_ahead = batches_trained is not None and batches_trained > batches_saved
-    return f"batches after {batches_saved} are lost" if is_ahead else None
 
 
 def best_trial(view: ExperimentView, experiment: ExperimentConfig) -> TrialView | None:

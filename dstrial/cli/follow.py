@@ -41,7 +41,6 @@ class Verdict:
     state: RunState
     exit_code: int  # of ``dstrial run``
     reason: str | None = None  # why the attempt did not complete, or was stopped
-    may_continue: bool = False  # the master may still save a checkpoint, so lost batches are unknown
 
 
 class LogTail:
@@ -176,9 +175,9 @@ def judge_experiment(followed: FollowResult, judged: Verdict, *, has_own_master:
         saved = max((trial.batches_saved or 0 for trial in view.trials), default=0)
         what = f"batch {saved}" if saved else "nothing"
         reason = f"left to the master, which has saved {what} so far"
-        return Verdict(RunState.STOPPED, 128 + signal.SIGINT, reason, may_continue=True)
+        return Verdict(RunState.STOPPED, 128 + signal.SIGINT, reason)
     if followed.is_master_gone:
-        return Verdict(RunState.STOPPED, 1, "the master has ended", may_continue=True)
+        return Verdict(RunState.STOPPED, 1, "the master has ended")
     if view.state == "CANCELED":
         return Verdict(RunState.STOPPED, 1, "cancelled")
     if view.state == "ERROR" and judged.state is not RunState.FAILED:

@@ -503,12 +503,10 @@ class _Attempt:
         resume: list[str] = []
         if job is None or not job.will_requeue:  # Slurm resumes a job that is requeued
             resume = [command_of("dstrial"), *command_line(request.args, resume=self._resume_value(verdict))]
-        lines = self._summary(followed.view, verdict, outcome, resume)
+        lines = self._summary(followed.view, verdict, resume)
         return verdict, lines + self._continuation(followed, verdict), outcome.describe()
 
-    def _summary(
-        self, view: ExperimentView | None, verdict: Verdict, outcome: LaunchOutcome, resume: list[str]
-    ) -> list[str]:
+    def _summary(self, view: ExperimentView | None, verdict: Verdict, resume: list[str]) -> list[str]:
         """Link the best checkpoint; return the lines of the summary."""
         experiment, run_directory = self._request.experiment, self._run_directory
         if self._request.is_search:
@@ -524,7 +522,7 @@ class _Attempt:
             lines = display.summary(
                 run_directory,
                 verdict,
-                display.view_at_failure(self._view, outcome),
+                self._view,
                 metric=experiment.metric,
                 smaller_is_better=experiment.smaller_is_better,
                 steps_before=None if point is None else point.steps_completed,

@@ -137,23 +137,6 @@ def test_summary_without_checkpoint_offers_no_resume(run_directory: RunDirectory
 
 
 @pytest.mark.parametrize(
-    ("saved", "view", "state"),
-    [
-        (184, RunView(220, 345), "stopped at batch 220 of 345 (ended at once; batches after 184 are lost)"),
-        (None, RunView(220, 345), "stopped at batch 220 of 345 (ended at once; no checkpoint)"),
-        (184, UNKNOWN, "stopped (ended at once)"),
-    ],
-)
-def test_summary_shows_lost_batches(
-    saved: int | None, view: RunView, state: str, run_directory: RunDirectory
-) -> None:
-    if saved is not None:
-        add_checkpoint(run_directory, saved)
-    text = summary_of(run_directory, Verdict(RunState.STOPPED, 130, "ended at once"), view)
-    assert f"state:         {state}\n" in text
-
-
-@pytest.mark.parametrize(
     ("steps_before", "state"),
     [
         (345, "completed at batch 345 of 345 (nothing was left to train)"),
