@@ -177,6 +177,7 @@ def search_summary(
 ) -> list[str]:
     """Return the lines of a search's summary: state, best trial and best checkpoint."""
     rows = [("state", verdict.state.value + (f" ({verdict.reason})" if verdict.reason else ""))]
+    rows.append(("trials", f"{len(view.trials)}; `{command_of('dstrial')} show {view.id}` lists them"))
     best = best_trial(view, experiment)
     if best is not None:
         rows.append(("best", f"{experiment.metric} {best.best_metric:.6g} of trial {best.id}"))
@@ -185,5 +186,4 @@ def search_summary(
         path = run_directory.checkpoints_path / best.best_checkpoint
         # A checkpoint without a directory is in another storage.
         rows.append(("  best", f"checkpoints/{path.name}" if path.is_dir() else path.name))
-    rows.append(("trials", f"{len(view.trials)}; `{command_of('dstrial')} show {view.id}` lists them"))
     return row_lines(rows)

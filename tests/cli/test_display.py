@@ -192,12 +192,12 @@ def test_search_summary_names_best_trial_and_checkpoint(
     (run_directory.checkpoints_path / "uuid-2").mkdir()
     assert search_summary(VIEW, experiment, Verdict(RunState.STOPPED, 130, "SIGINT"), run_directory) == [
         "state:         stopped (SIGINT)",
+        "trials:        3; `dstrial show 7` lists them",
         "best:          loss 0.25 of trial 2",
         f"run directory: {shown_path(run_directory.path)}",
         "  best:        checkpoints/uuid-2",
-        "trials:        3; `dstrial show 7` lists them",
     ]
     larger = dataclasses.replace(experiment, smaller_is_better=False)
     lines = search_summary(VIEW, larger, COMPLETED, run_directory)
     assert "best:          loss 0.5 of trial 1" in lines
-    assert "  best:        uuid-1" in lines  # no local copy: it is in object storage
+    assert lines[-1] == "  best:        uuid-1"  # no local copy: it is in object storage
