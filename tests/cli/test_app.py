@@ -36,11 +36,6 @@ def test_wrong_usage_exits_2(dstrial_command, words, said):
     assert said in err
 
 
-@pytest.mark.parametrize("command", ["run", "checkpoint inspect", "list"])
-def test_usage_line_names_command(dstrial_command, command):
-    assert dstrial_command(*command.split(), "--help")[1].startswith(f"usage: dstrial {command} [-h]")
-
-
 @pytest.mark.process
 def test_closed_output_pipe_causes_no_traceback(tmp_path):
     (tmp_path / "exp.yaml").write_text(

@@ -176,14 +176,6 @@ def test_nvml_driver_mismatch_with_torch_is_problem(doctor, driver):
     assert "a build of torch for CUDA 11.4 or older" in build["todo"]
 
 
-def test_mig_and_hidden_devices_are_reported(doctor, driver):
-    divided = findings(doctor("--fast", "--json", LD_LIBRARY_PATH=driver, FAKE_NVML_MIG=3))
-    assert "3 MIG instances" in divided["device 0"]["what"]
-    hidden = doctor("--fast", "--json", "--require-gpus", LD_LIBRARY_PATH=driver, CUDA_VISIBLE_DEVICES="")
-    assert findings(hidden)["CUDA_VISIBLE_DEVICES"]["status"] == "note"
-    assert "CUDA_VISIBLE_DEVICES" in problems(hidden)["accelerators"]["todo"]
-
-
 def test_wrong_usage_is_told(doctor):
     for arguments in (
         ["--minutes", "2"],

@@ -106,17 +106,3 @@ def test_events_are_reused_and_batches_sampled() -> None:
 
     assert device.num_events == before
     assert timer._stride == 1000 // MOST_TIMED
-
-
-def test_around_step_wraps_optimizer_step() -> None:
-    timer = PhaseTimer(None)
-    seen = []
-
-    def around(call: Any) -> Any:
-        seen.append("around")
-        return call()
-
-    timer.around_step = around
-    train(timer, lambda: "result")
-
-    assert seen == ["around"]
