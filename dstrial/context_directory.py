@@ -25,12 +25,6 @@ MARKS = frozenset({OUTPUT_MARK, STORAGE_MARKER, "pyvenv.cfg"})
 MAX_BYTES = 95 * 2**20
 """Maximum size of a context's files in bytes, as in Determined's client."""
 
-MAX_DEPTH = 100
-"""Maximum nesting of directories: ``os.walk`` of Python 3.11 fails at some hundred levels."""
-
-LARGE_BYTES = 30 * 2**20
-"""Size of a context in bytes from which users are warned, because every run sends and stores a copy."""
-
 # Copy of DEFAULT_DETIGNORE in Determined 0.38.1 ``common/constants.py``, whose import takes as long as all of `dstrial check`.
 DEFAULT_PATTERNS = (
     "__pycache__/",
@@ -130,16 +124,6 @@ class Context:
         )
         raise ConfigError([problem])
 
-    def warnings(self) -> list[str]:
-        """Return a warning if the files have at least ``LARGE_BYTES``; [] otherwise."""
-        if self.num_bytes < LARGE_BYTES:
-            return []
-        name, size = self.largest()
-        return [
-            f"the context directory has {_megabytes(self.num_bytes)}, {name} alone {_megabytes(size)}; every run sends and "
-            f"keeps a copy, and {_megabytes(MAX_BYTES)} is the most. Name what the trial does not need in .detignore"
-        ]
-
     def v1_files(self) -> list[v1File]:
         """Read the files into Determined's ``v1File`` messages.
 
@@ -164,7 +148,7 @@ def list_context(directory: Path) -> Context:
     Unreadable and special files are left out.
 
     Raises:
-        ConfigError: ``.detignore`` is not UTF-8, or directories are nested more than ``MAX_DEPTH`` deep.
+        ConfigError: ``.detignore`` is not UTF-8.
     """
     import pathspec
 
@@ -182,10 +166,6 @@ def list_context(directory: Path) -> Context:
     left_out: list[str] = []
     for parent, directories, names in os.walk(root):
         below = Path(parent).relative_to(root)
-        if len(below.parts) > MAX_DEPTH:
-            got = f"{below.parts[0]}/, with directories nested more than {MAX_DEPTH} deep"
-            fix = "Remove them, or name them in .detignore."
-            raise ConfigError([ConfigProblem("CONTEXT_DIR", got, f"at most {MAX_DEPTH} levels", fix)])
         kept = []
         for name in _in_utf8(directories, below, left_out):
             relative = (below / name).as_posix()

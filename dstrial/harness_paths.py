@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib.machinery
 import os
 import sys
-import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ ALLOCATION_DIR_VARIABLE = "DSTRIAL_ALLOCATION_DIR"
 BASE_PYTHON_VARIABLE = "DSTRIAL_BASE_PYTHON"
 WARM_VARIABLE = "DSTRIAL_WARM"
 """Environment variable: 0 starts all ranks as new processes instead of forks."""
-_LOG_AGAIN_S = 30.0  # a retry this long after the previous retry is logged as a new outage of the master
 
 
 def patches_of_allocation(
@@ -56,15 +54,18 @@ def patches_of_allocation(
             module, lambda: os.path.join(allocation, "tensorboard")
         ),
         "determined.tensorboard.shared": lambda module: _patch_tensorboard_shared(module, guard),
-        "urllib3.connectionpool": _patch_connection_pool,
         "determined.common.storage.base": lambda module: _patch_storage_base(module, guard, notes),
         "determined.core._checkpoint": lambda module: _patch_checkpoint(module, guard, notes),
-        **({} if guard is None else _patches_of_storage(guard)),
+        "determined.common.storage.shared": lambda module: _patch_storage_shared(module, guard),
     }
 
 
-def _patches_of_storage(guard: StorageGuard) -> dict[str, Patch]:
-    return {"determined.common.storage.shared": lambda module: _patch_storage_shared(module, guard)}
+def _checked(guard: StorageGuard | None, base_path: object) -> StorageGuard | None:
+    """Return the guard if it covers ``base_path``, after checking the storage; else None."""
+    if guard is None or not isinstance(base_path, str) or not guard.covers(base_path):
+        return None
+    guard.check()
+    return guard
 
 
 def _patch_info(module: ModuleType, allocation: str) -> None:
@@ -115,17 +116,13 @@ def _patch_tensorboard_shared(module: Any, guard: StorageGuard | None) -> None:
     cls = module.SharedFSTensorboardManager
     original, original_sync = cls.__init__, cls._sync_impl
 
-    def check(storage_path: Any) -> None:
-        if guard is not None and guard.covers(str(storage_path)):
-            guard.check()
-
     def __init__(self: Any, storage_path: str, base_path: Any, sync_path: Any, **options: Any) -> None:  # noqa: N807
-        check(storage_path)
+        _checked(guard, str(storage_path))
         os.makedirs(os.path.join(storage_path, sync_path), exist_ok=True)
         original(self, storage_path, base_path, sync_path, **options)
 
     def _sync_impl(self: Any, path_info_list: Any) -> None:
-        check(self.storage_path)
+        _checked(guard, str(self.storage_path))
         original_sync(self, path_info_list)
 
     cls.__init__, cls._sync_impl = __init__, _sync_impl
@@ -140,9 +137,8 @@ def _patch_storage_base(module: Any, guard: StorageGuard | None, notes: StorageG
     original = cls.pre_store_path
 
     def pre_store_path(self: Any, dst: str) -> Any:
-        if guard is not None and guard.covers(self._base_path):
-            guard.check()
-            guard.note(dst)
+        if covering := _checked(guard, self._base_path):
+            covering.note(dst)
         else:
             os.makedirs(self._base_path, exist_ok=True)
             if notes is not None and not self.store_path_is_direct_access():
@@ -152,7 +148,7 @@ def _patch_storage_base(module: Any, guard: StorageGuard | None, notes: StorageG
     cls.pre_store_path = pre_store_path
 
 
-def _patch_storage_shared(module: Any, guard: StorageGuard) -> None:
+def _patch_storage_shared(module: Any, guard: StorageGuard | None) -> None:
     """Make Determined's uploads and deletions fail if the storage is missing.
 
     In 0.38.1, ``common/storage/shared.py`` creates a missing storage at an upload, and ignores it at a deletion.
@@ -161,14 +157,12 @@ def _patch_storage_shared(module: Any, guard: StorageGuard) -> None:
     original, original_delete = cls.upload, cls.delete
 
     def upload(self: Any, src: Any, dst: str, paths: Any = None) -> None:
-        if guard.covers(self._base_path):
-            guard.check()
-            guard.note(dst)
+        if covering := _checked(guard, self._base_path):
+            covering.note(dst)
         original(self, src, dst, paths)
 
     def delete(self: Any, tgt: str, globs: list[str]) -> Any:
-        if guard.covers(self._base_path):
-            guard.check()
+        _checked(guard, self._base_path)
         return original_delete(self, tgt, globs)
 
     cls.upload, cls.delete = upload, delete
@@ -180,34 +174,12 @@ def _patch_checkpoint(module: Any, guard: StorageGuard | None, notes: StorageGua
     original = cls._report_checkpoint
 
     def _report_checkpoint(self: Any, storage_id: str, *args: Any, **options: Any) -> None:
-        base_path = getattr(self._storage_manager, "_base_path", None)
-        covering = (
-            guard if isinstance(base_path, str) and guard is not None and guard.covers(base_path) else None
-        )
-        if covering is not None:
-            covering.check()
+        begun = _checked(guard, getattr(self._storage_manager, "_base_path", None)) or notes
         original(self, storage_id, *args, **options)
-        begun = covering or notes
         if begun is not None:
             begun.forget(storage_id)
 
     cls._report_checkpoint = _report_checkpoint
-
-
-def _patch_connection_pool(module: Any) -> None:
-    # ``urlopen`` of urllib3 2.2 warns of each retry, once per second. Log only the first retry of an outage.
-    last_s = -_LOG_AGAIN_S
-
-    def is_first(record: Any) -> bool:
-        nonlocal last_s
-        if not record.msg.startswith("Retrying (") or not str(record.args[2]).startswith("/api/v1/"):
-            return True
-        before_s, last_s = last_s, time.monotonic()
-        record.msg = "the master does not respond; retrying until it does (%s)"
-        record.args = (record.args[1],)
-        return last_s - before_s > _LOG_AGAIN_S
-
-    module.log.addFilter(is_first)
 
 
 def _patch_pip(module: Any) -> None:
@@ -247,28 +219,25 @@ def _move_tensorboard(module: Any, directory: Callable[[], str]) -> None:
     module.get_base_path = get_base_path
 
 
-class _PrivateDirectory:
-    """Callable that returns this process's temporary directory, deleted at exit."""
+_private_directories: dict[int, str] = {}  # by process id, because a fork gets a directory of its own
 
-    def __init__(self) -> None:
-        self._path: str | None = None
-        self._pid = 0
 
-    def __call__(self) -> str:
-        if self._path is None or self._pid != os.getpid():
-            import atexit
-            import tempfile
+def _private_directory() -> str:
+    """Return this process's temporary directory, which is deleted at exit."""
+    pid = os.getpid()
+    if pid not in _private_directories:
+        import atexit
+        import shutil
+        import tempfile
 
-            self._path, self._pid = tempfile.mkdtemp(prefix="dstrial-tensorboard-"), os.getpid()
-            atexit.register(self._remove, self._path, self._pid)
-        return self._path
+        _private_directories[pid] = path = tempfile.mkdtemp(prefix="dstrial-tensorboard-")
 
-    @staticmethod
-    def _remove(path: str, pid: int) -> None:
-        if os.getpid() == pid:  # a forked child must not remove its parent's directory
-            import shutil
+        def remove() -> None:
+            if os.getpid() == pid:  # a forked child must not remove its parent's directory
+                shutil.rmtree(path, ignore_errors=True)
 
-            shutil.rmtree(path, ignore_errors=True)
+        atexit.register(remove)
+    return _private_directories[pid]
 
 
 class _Finder:
@@ -322,5 +291,6 @@ def install(patches: dict[str, Patch]) -> None:
 def install_outside_of_allocations() -> None:
     """Move TensorBoard files out of /tmp, unless this process is in an allocation."""
     if not os.environ.get(ALLOCATION_DIR_VARIABLE):
-        directory = _PrivateDirectory()
-        install({"determined.tensorboard.build": lambda module: _move_tensorboard(module, directory)})
+        install(
+            {"determined.tensorboard.build": lambda module: _move_tensorboard(module, _private_directory)}
+        )

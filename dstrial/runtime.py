@@ -45,7 +45,6 @@ logger = logging.getLogger("dstrial.trainer")
 
 # Timeout of the wait for a directory that rank 0 has created: network file systems cache attributes for seconds.
 _SHARED_S = 10.0
-_LONGEST_LINE = 150  # maximum characters of Determined's log line of a report, without timestamp and rank
 
 RUNTIME_ATTRIBUTE = "dstrial_surroundings"
 """Name of the attribute in which a core context of this module stores its ``ProcessRuntime``."""
@@ -120,13 +119,6 @@ def core_context(
         yield found.core_context
 
 
-def _shortened(record: logging.LogRecord) -> bool:
-    message = record.getMessage()
-    if len(message) > _LONGEST_LINE and message.startswith("report_"):
-        record.msg, record.args = f"{message[:_LONGEST_LINE]} …", ()
-    return True
-
-
 @contextlib.contextmanager
 def process_runtime(
     *,
@@ -139,11 +131,9 @@ def process_runtime(
 
     With ``defers_signals``, stop signals end the process until the caller calls ``signals.listen()``. Ranks: all, collectively.
     """
-    quieten_libraries()
     if os.environ.get(RUN_DIR_VARIABLE):
         # The launcher or ``dstrial run`` prints each report of the run directory; Determined logs each one, too.
         logging.getLogger("determined.core").setLevel(logging.WARNING)
-    logging.getLogger("determined.core").addFilter(_shortened)
     info = cluster_info()
     identity = identify(os.environ)
     if info is not None and distributed is None:
@@ -309,18 +299,3 @@ class _ClusterSystemMetrics:
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.close()
-
-
-# Beginnings of log messages to drop. DeepSpeed 0.19 causes this warning by its own call of get_lr (runtime/lr_schedules.py).
-_OF_DEEPSPEED = ("Attempting to get learning rate from scheduler before it has started",)
-
-
-def quieten_libraries() -> None:
-    """Make DeepSpeed's logger drop the messages in ``_OF_DEEPSPEED``. Idempotent."""
-    logger = logging.getLogger("DeepSpeed")
-    if _tells_something not in logger.filters:
-        logger.addFilter(_tells_something)
-
-
-def _tells_something(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_OF_DEEPSPEED)

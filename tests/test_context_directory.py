@@ -12,7 +12,6 @@ from determined.common import constants, context
 
 from dstrial.context_directory import (
     DEFAULT_PATTERNS,
-    LARGE_BYTES,
     MAX_BYTES,
     OUTPUT_MARK,
     list_context,
@@ -91,16 +90,6 @@ def test_existing_output_directory_is_not_marked(tmp_path: Path) -> None:
     ]
 
 
-def test_large_context_warns_of_its_largest_part(tmp_path: Path) -> None:
-    write(tmp_path, "train.py")
-    assert list_context(tmp_path).warnings() == []
-
-    write(tmp_path, "data/a.bin", "data/b.bin", size=LARGE_BYTES // 2)
-
-    (warning,) = list_context(tmp_path).warnings()
-    assert "30 MB, data/ alone 30 MB" in warning
-
-
 def test_too_large_context_error_names_largest_part(tmp_path: Path) -> None:
     write(tmp_path, "data/a.bin", size=MAX_BYTES)
     write(tmp_path, "train.py")
@@ -120,15 +109,6 @@ def test_non_utf8_names_are_skipped_and_patterns_refused(tmp_path: Path) -> None
     (tmp_path / ".detignore").write_bytes(b"caf\xe9/\n")
 
     with pytest.raises(ConfigError, match=r"\.detignore is no UTF-8 .*; expected patterns in UTF-8"):
-        list_context(tmp_path)
-
-
-def test_deeply_nested_directories_are_refused(tmp_path: Path) -> None:
-    write(tmp_path, "kept/" * 100 + "file")
-    assert list_context(tmp_path).num_files == 1
-    write(tmp_path, "deep/" * 101 + "file")
-
-    with pytest.raises(ConfigError, match="deep/, with directories nested more than 100 deep"):
         list_context(tmp_path)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from stubborn_trees import make_deep, nobody_changes
 
-from dstrial.file_writes import make_file, remove_tree, replace_file, sync_path
+from dstrial.file_writes import make_file, remove_tree, replace_file
 
 
 def names_in(directory: Path) -> list[str]:
@@ -84,14 +84,6 @@ def test_make_file_succeeds_for_single_concurrent_writer(tmp_path: Path) -> None
 
     assert [one for one in told if one] == [path.read_text()]
     assert names_in(tmp_path) == ["file"]
-
-
-def test_sync_path_accepts_existing_paths_only(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    sync_path(tmp_path)
-    sync_path(tmp_path / "file")
-    with pytest.raises(FileNotFoundError):
-        sync_path(tmp_path / "gone")
 
 
 @pytest.mark.process

@@ -344,20 +344,6 @@ def test_extra_dependencies_equal_its_imports(extra: str) -> None:
     assert requirements_of(extra) - used - NOT_IMPORTED.keys() == set(), "declared and imported nowhere"
 
 
-@pytest.mark.parametrize("logger", LOGGERS)
-def test_logger_imports_only_its_package(logger: str) -> None:
-    others = imported_in(ROOT / LOGGERS[logger]) - sys.stdlib_module_names - {"dstrial"}
-
-    assert requirements_of(logger) == {logger}
-    assert others - installed_modules().keys() <= {logger}
-    assert logger in others
-
-
-def test_indirect_dependencies_are_not_imported() -> None:
-    assert NOT_IMPORTED.keys() & imported_below("dstrial", without=tuple(LOGGERS.values())) == set()
-    assert NOT_IMPORTED.keys() <= requirements_of(None) | requirements_of("huggingface")
-
-
 def test_modules_named_in_architecture_exist() -> None:
     """Paths (``engine/adapters``) and dotted names (``trial.runtime``) lack dstrial/."""
     text = text_of("ARCHITECTURE.md").partition("## Seams")[2]

@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.experiment_arguments import add_experiment_arguments, resume_point_of
-from dstrial.cli.streams import context_text
+from dstrial.cli.streams import context_text, text_table
 from dstrial.config.deepspeed_rules.check import DEFAULT_ORIGIN, CheckResult, explain
 from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
@@ -18,19 +18,16 @@ from dstrial.config.schema import experiment_schema
 from dstrial.config.secrets import SecretNames, masked
 from dstrial.context_directory import Context, list_context
 from dstrial.errors import ConfigError
-from dstrial.visible_text import visible_line
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-_PLAIN_COLUMNS = 160  # table width where the output is no terminal
 _SECRETS = SecretNames()
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "check",
-        help="check an experiment config and its DeepSpeed config; starts nothing",
         description="Check an experiment config and the DeepSpeed config it names. Exits 0 if training can start, "
         "1 if not; all problems are listed at once. Starts no process and imports neither torch nor deepspeed.",
     )
@@ -120,7 +117,7 @@ def _summary(config: ExperimentConfig, context: Context, *, with_values: bool) -
     return {
         "ok": True,
         "problems": [],
-        "warnings": [*config.warnings, *context.warnings()],
+        "warnings": list(config.warnings),
         "notes": list(config.notes),
         "context": {
             "files": context.num_files,
@@ -141,7 +138,7 @@ def _print_text(
             _print_table(
                 f"hyperparameters.{key} ({source.label})", source, checked, with_defaults=with_defaults
             )
-    for warning in (*config.warnings, *context.warnings()):
+    for warning in config.warnings:
         sys.stdout.write(f"warning: {warning}\n")
     for note in config.notes:
         sys.stdout.write(f"note: {note}\n")
@@ -153,30 +150,13 @@ def _print_text(
 
 
 def _print_table(title: str, source: DeepSpeedSource, checked: CheckResult, *, with_defaults: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(width=None if sys.stdout.isatty() else _PLAIN_COLUMNS, highlight=False)
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for heading in ("key", "value", "from"):
-        table.add_column(heading, overflow="fold")
-    num_hidden = 0
-    for row in explained_rows(source, checked, _SECRETS):
-        # A default that replaces an "auto" of the user has a longer origin, with the place of that "auto"; show it.
-        if row.origin == DEFAULT_ORIGIN and not with_defaults:
-            num_hidden += 1
-            continue
-        is_default = row.origin.startswith(DEFAULT_ORIGIN)
-        table.add_row(
-            Text(row.key),
-            Text(visible_line(row.value)),
-            Text(row.origin),
-            style="dim" if is_default else None,
-        )
-    console.print(table)
-    if num_hidden:
-        sys.stdout.write(f"and {num_hidden} of DeepSpeed's defaults, which --all shows\n")
+    rows = explained_rows(source, checked, _SECRETS)
+    # A default that replaces an "auto" of the user has a longer origin, with the place of that "auto"; show it.
+    shown = [row for row in rows if with_defaults or row.origin != DEFAULT_ORIGIN]
+    cells = [(row.key, row.value, row.origin) for row in shown]
+    sys.stdout.write(f"{title}\n{text_table(('key', 'value', 'from'), cells)}")
+    if len(shown) < len(rows):
+        sys.stdout.write(f"and {len(rows) - len(shown)} of DeepSpeed's defaults, which --all shows\n")
 
 
 def _print_json(value: dict[str, Any]) -> None:

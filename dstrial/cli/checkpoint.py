@@ -61,7 +61,6 @@ _CHECKPOINT_FILES = (MANIFEST_NAME, MARKER_NAME, "load_data.json", "dstrial_rank
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "checkpoint",
-        help="inspect, verify, export, reshape and download checkpoints",
         description="Inspect, verify, export, reshape and download checkpoints. No action needs an accelerator.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

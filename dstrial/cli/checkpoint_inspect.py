@@ -18,8 +18,9 @@ from dstrial.checkpoint.summary import (
 )
 from dstrial.cli.checkpoint import OpenCheckpoint, add_action, add_shared_options, open_checkpoint
 from dstrial.cli.streams import field_lines, text_table
+from dstrial.config.documents import yaml_text
 from dstrial.errors import CheckpointError
-from dstrial.visible_text import size_text
+from dstrial.visible_text import size_text, visible
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -132,86 +133,23 @@ def _text(contents: Mapping[str, Any]) -> str:
     if contents["experiment_id"] is not None:
         experiment = f"{contents['experiment_id']} ({experiment}), trial {contents['trial_id']}"
     steps = contents["steps_completed"]
-    parts = [
-        field_lines(
-            [
-                ("checkpoint", contents["uuid"]),
-                ("directory", contents["path"]),
-                ("run", contents["run_directory"]),
-                ("experiment", experiment),
-                ("saved", f"{contents['created']} after {steps} {'batch' if steps == 1 else 'batches'}"),
-                ("complete", None if contents["is_complete"] else "no: it has no completion mark"),
-                ("size", f"{size_text(contents['num_bytes'])} in {contents['num_files']} files"),
-            ]
-        )
+    facts = [
+        ("checkpoint", contents["uuid"]),
+        ("directory", contents["path"]),
+        ("run", contents["run_directory"]),
+        ("experiment", experiment),
+        ("saved", f"{contents['created']} after {steps} {'batch' if steps == 1 else 'batches'}"),
+        ("complete", None if contents["is_complete"] else "no: it has no completion mark"),
+        ("size", f"{size_text(contents['num_bytes'])} in {contents['num_files']} files"),
     ]
+    parts = [field_lines(facts)]
     for engine_idx, engine in enumerate(contents["engines"]):
-        parts.append(_engine_text(engine_idx, engine))
+        shown = {key: value for key, value in engine.items() if key != "parameter_table"}
+        parts.append(visible(yaml_text({f"engine {engine_idx}": shown})))
     for engine_idx, engine in enumerate(contents["engines"]):
         if "parameter_table" in engine:
             parts.append(_table_text(engine_idx, engine["parameter_table"]))
     return "\n".join(parts)
-
-
-def _engine_text(engine_idx: int, engine: Mapping[str, Any]) -> str:
-    ranks = f"{engine['world_size']} ({engine['data_parallel_size']} data-parallel"
-    if engine["pipeline_stages"] > 1:
-        ranks += f" x {engine['pipeline_stages']} pipeline stages"
-    if engine["model_parallel_size"] > 1:
-        ranks += f" x {engine['model_parallel_size']} model-parallel"
-    offloads = [
-        f"{what} on {engine[key]}"
-        for what, key in (("optimizer", "offload_optimizer"), ("parameters", "offload_parameters"))
-        if engine[key] != "none"
-    ]
-    counts = engine["parameters"]
-    parameters = f"{counts['parameters']:,} with {counts['elements']:,} elements"
-    if counts["frozen_parameters"]:
-        parameters += f"; frozen: {counts['frozen_parameters']:,} with {counts['frozen_elements']:,}"
-    if counts["left_out"]:
-        parameters += f"; not in the checkpoint: {counts['left_out']:,} of the frozen"
-    if counts["not_optimized"]:
-        parameters += f"; without an optimizer: {counts['not_optimized']:,}"
-    num_parts = engine["expert_parallel_size"]
-    tied = ", ".join(f"{name} = {of}" for name, of in counts["tied"].items())
-    wrapper = f" in {engine['wrapper']}" if engine["wrapper"] else ""
-    batch = (
-        f"{engine['train_batch_size']} = {engine['micro_batch_size']} x {engine['micro_batches_per_batch']} "
-        f"micro batches x {engine['data_parallel_size']} replicas"
-    )
-    kind = "pipeline" if engine["engine_kind"] == "pipeline" else "data-parallel"
-    return field_lines(
-        [
-            ("engine", f"{engine_idx}, {kind}, ZeRO stage {engine['zero_stage']}, {engine['precision']}"),
-            ("  ranks", f"{ranks})"),
-            ("  offload", ", ".join(offloads) or None),
-            ("  batch", batch),
-            ("  parameters", parameters),
-            ("  experts", f"over {num_parts} ranks; parameters are those of one" if num_parts > 1 else None),
-            ("  tied", tied or None),
-            ("  optimizer", (engine["optimizer"] or "none") + wrapper),
-            *_optimizer_fields(engine["optimizer_state"]),
-            ("  scheduler", engine["lr_scheduler"] or "none"),
-            ("  versions", ", ".join(f"{name} {version}" for name, version in engine["versions"].items())),
-        ]
-    )
-
-
-def _optimizer_fields(state: Mapping[str, Any]) -> list[tuple[str, object]]:
-    if "problem" in state:
-        return [("  state", f"cannot be read: {state['problem']}")]
-    rates = [f"{group['lr']:.6g}" for group in state["groups"] if isinstance(group.get("lr"), int | float)]
-    steps = ", ".join(map(str, state["steps"]))
-    counters = (
-        f"{state['global_steps']} ({state['skipped_steps']} skipped), {state['global_samples']} records"
-    )
-    return [
-        ("  learning rate", ", ".join(rates) or None),
-        ("  step", steps or None),
-        ("  engine steps", counters),
-        ("  state", ", ".join(state["state"]) or None),
-        ("  loss scale", state["loss_scale"]),
-    ]
 
 
 def _table_text(engine_idx: int, table: list[Mapping[str, Any]]) -> str:

@@ -211,8 +211,8 @@ def _config_for(
         for key, value in config.items()
         if value is not None and key not in ("checkpoint_storage", "bind_mounts", "profiling")
     }
-    data = values.get("data")
-    data = dict(data) if isinstance(data, Mapping) else {}
+    given = values.get("data")
+    data = given if isinstance(given, Mapping) else {}
     return {
         **values,
         "data": {**data, "dstrial": dict(dstrial_section(config))},

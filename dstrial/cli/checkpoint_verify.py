@@ -86,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _registration(source: CheckpointSource, state: StateDirectory) -> dict[str, Any]:
-    """Compare a checkpoint's manifest with the SHA-256 that the running master registered.
+    """Compare a manifest with the SHA-256 that the running master registered.
 
     Returns ``state`` (registered, changed or unknown), ``by`` (address of the master or None), the two SHA-256 ``registered``
     and ``found``, and ``is_signed`` (whether this account has signed the manifest).

@@ -35,7 +35,6 @@ _OTHER_LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "mpirun", "mpiexec", 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "convert",
-        help="convert another tool's config to an experiment config",
         description="Convert another tool's config to an experiment config and a DeepSpeed JSON. Print settings "
         "that are not converted.",
     )
@@ -75,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError([ConfigProblem(label, render(config), "a mapping", fix)])
     choices = Choices(args.entrypoint, args.micro_batch, args.config.resolve().stem)
     conversion = convert(config, choices, label=label, deepspeed_file=_deepspeed_file(args.config, config))
-    _require_script(choices.entrypoint, args.output)
+    _require_script(choices.entrypoint)
     targets = {
         args.output / JSON_NAME: json.dumps(conversion.deepspeed, indent=2, ensure_ascii=False) + "\n",
         args.output / YAML_NAME: experiment_yaml(conversion, args.config.name),
@@ -104,22 +103,14 @@ def _deepspeed_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | N
     return value
 
 
-def _require_script(entrypoint: str | None, output: Path) -> None:
-    """Raise if the entrypoint has a launcher, or a script outside of ``output``."""
-    words = [] if entrypoint is None else shlex.split(entrypoint)
-    if not words:
-        return
-    if Path(words[0]).name in _OTHER_LAUNCHERS:
+def _require_script(entrypoint: str | None) -> None:
+    """Raise ``ConfigError`` if the entrypoint begins with another launcher."""
+    words = shlex.split(entrypoint or "")
+    if words and Path(words[0]).name in _OTHER_LAUNCHERS:
         fix = f"Leave {words[0]!r} and its options away: python3 -m dstrial.launch takes its place."
         raise ConfigError(
             [ConfigProblem("--entrypoint", repr(entrypoint), "the script and its own arguments", fix)]
         )
-    script = next((word for word in words if word.endswith(".py")), None)
-    if script is None or (output / script).is_file() or not Path(script).is_file():
-        return
-    got = f"{script}, which is in {Path(script).resolve().parent} and not below {output}"
-    fix = "Pass its directory with -o, so that the files are written beside it, or move it."
-    raise ConfigError([ConfigProblem("--entrypoint", got, "a script in the directory written to", fix)])
 
 
 def _write(targets: Mapping[Path, str], *, force: bool) -> None:
@@ -142,20 +133,18 @@ def _check(path: Path, context_dir: Path, conversion: Conversion) -> int:
     for idx, line in enumerate(path.read_text(encoding="utf-8").splitlines()[1:], start=2):
         if MARK in line:
             sys.stdout.write(f"choose: {path.name}:{idx}: {line.strip().removeprefix('# ')}\n")
+    check = f"`dstrial check {path} {context_dir}`"
     if conversion.choices.entrypoint is None:
         # Only the script determines how "auto" values are resolved.
-        sys.stdout.write(f"next: name the script in {path}, then `dstrial check {path} {context_dir}`\n")
+        sys.stdout.write(f"next: name the script in {path}, then {check}\n")
         return 0
     try:
         checked = load_experiment(path, context_dir, require_concrete=False, require_entrypoint=True)
     except ConfigError as error:
-        for problem in error.problems:
-            sys.stdout.write(f"next: {problem}\n")
-        sys.stdout.write(f"next: then `dstrial check {path} {context_dir}`\n")
+        sys.stdout.write(
+            "".join(f"next: {problem}\n" for problem in error.problems) + f"next: then {check}\n"
+        )
         return 0
     sys.stdout.write("".join(f"warning: {warning}\n" for warning in checked.warnings))
-    sys.stdout.write("".join(f"note: {note}\n" for note in checked.notes))
-    sys.stdout.write(
-        f"{path}: ok\nnext: `dstrial run {path} {context_dir}`; README, Accelerate, has the Reporter\n"
-    )
+    sys.stdout.write(f"{path}: ok\nnext: `dstrial run {path} {context_dir}`\n")
     return 0

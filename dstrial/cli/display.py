@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import dataclasses
-import json
 import math
 import shlex
-import time
 from collections.abc import Mapping, Sequence
 from typing import TextIO, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from dstrial.cli.follow import Verdict
-from dstrial.cli.streams import LossTolerantStream, text_table
-from dstrial.config.diagnostics import dotted
+from dstrial.cli.streams import LossTolerantStream, command_of
 from dstrial.config.experiment_config.config import ExperimentConfig
-from dstrial.config.experiment_config.hyperparameters import searched_values
-from dstrial.config.secrets import SecretNames, masked
 from dstrial.errors import DstrialError
-from dstrial.launch.failures import LaunchOutcome
 from dstrial.local.checkpoint_directory import StoredCheckpoint, list_checkpoints, newest_checkpoint
 from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import RunDirectory, RunState, shown_path
-from dstrial.local.run_monitor import RunView, number, read_validations, report_line
+from dstrial.local.run_monitor import RunView, named_metric, number, read_validations, report_line
 from dstrial.master.store.views.observe import ExperimentView, TrialView
 from dstrial.object_storage import address_of, recorded_storage
 from dstrial.telemetry.summary import summary_rows
 from dstrial.visible_text import visible
-
-_SILENCE_S = 4.0  # a startup phase is shown if nothing was printed for this long
-_MAX_TRIALS_SHOWN = 50
-
-
-def _is_phase(text: str) -> bool:
-    """Return whether a log line of ``launch.start_watch`` only names a startup phase."""
-    is_repeated = ": still " in text
-    return text.startswith("dstrial.launch: starting: ") and " since " not in text and not is_repeated
 
 
 class Display:
@@ -59,45 +44,24 @@ class Display:
         self._err = err
         self._num_ranks = num_ranks
         self._metric = metric
-        self._shown: set[str] = set()
-        self._written_s = time.monotonic()
 
     def line(self, text: str, rank: int | None = None, stream: str = "stdout") -> None:
         """Show a line that a rank (None: the launcher) has written to ``stream``."""
-        if rank is None:
-            self.message(text)
-        else:
-            prefix = "" if self._num_ranks == 1 else f"[rank {rank}] "
-            self._write(prefix + text, self._err if stream == "stderr" else self._out)
-
-    def message(self, text: str) -> None:
-        """Show a line of the launcher; skip startup phases, which ``starting`` shows."""
-        if text.startswith("waiting for "):
-            self._shown.add(text)
-        if not _is_phase(text):
-            self._write(text, self._out)
-
-    def starting(self, text: str, age_s: float) -> None:
-        """Show a startup phase, which began ``age_s`` ago, unless it has been shown.
-
-        It is shown only if nothing else was shown for ``_SILENCE_S``.
-        """
-        if text not in self._shown and time.monotonic() - self._written_s >= _SILENCE_S:
-            self._shown.add(text)
-            self.message(text + (f", for {age_s:.0f} s" if age_s >= 1 else ""))
+        prefix = "" if self._num_ranks == 1 or rank is None else f"[rank {rank}] "
+        is_error = rank is not None and stream == "stderr"
+        self._write(visible(prefix + text), self._err if is_error else self._out)
 
     def view(self, view: RunView) -> None:
-        """Show the progress and the new reports of the run."""
+        """Show the new reports of the run."""
         for report in view.new_reports:
             if report.group in ("training", "validation"):
-                self.message(report_line(report, view.batches_total, self._metric))
+                self.line(report_line(report, view.batches_total, self._metric))
 
     def close(self) -> None:
         """End the display; later output is printed below it."""
 
     def _write(self, text: str, stream: LossTolerantStream) -> None:
-        self._written_s = time.monotonic()
-        stream.write(visible(text) + "\n")
+        stream.write(text + "\n")
 
 
 class BarDisplay(Display):
@@ -107,44 +71,42 @@ class BarDisplay(Display):
         self, out: LossTolerantStream, err: LossTolerantStream, *, num_ranks: int, metric: str | None
     ) -> None:
         super().__init__(out, err, num_ranks=num_ranks, metric=metric)
-        self._progress = Progress(
+        columns = (
             TextColumn("{task.description}"),
             BarColumn(),
-            TextColumn("{task.fields[numbers]}"),
             TextColumn("time left"),
             TimeRemainingColumn(),
-            console=Console(file=cast(TextIO, out), highlight=False),
-            refresh_per_second=5,
         )
-        self._task: TaskID = self._progress.add_task("starting", total=None, numbers="")
+        self._progress = Progress(*columns, console=Console(file=cast(TextIO, out), highlight=False))
+        self._task = self._progress.add_task("starting", total=None)
+        self._newest: dict[str, str] = {}
         self._has_begun = False
         self._progress.start()
 
-    def starting(self, text: str, age_s: float) -> None:
-        if not self._has_begun:
-            self._progress.update(self._task, description=f"{text[:60]}, {age_s:.0f} s")
-
     def view(self, view: RunView) -> None:
+        for report in view.new_reports:
+            shown = named_metric(report, self._metric if report.group == "validation" else "loss")
+            if shown is not None and report.group in ("training", "validation"):
+                self._newest[report.group] = f"{report.group} {shown[0]} {number(shown[1])}"
         if view.batches_trained is None or view.batches_total is None:
             return
-        parts = [f"{view.batches_trained}/{view.batches_total} batches"]
-        for prefix, pair in (("", view.loss), ("val ", view.validation)):
-            if pair is not None:
-                parts.append(f"{prefix}{pair[0]} {number(pair[1])}")
-        if view.samples_per_second is not None:
-            parts.append(f"{number(view.samples_per_second)} samples/s")
-        total, completed = view.batches_total, view.batches_trained
         if not self._has_begun:
-            # The batches before a resume must not count as speed.
             self._has_begun = True
-            self._progress.reset(self._task, total=total, completed=completed, description="training")
-        self._progress.update(self._task, total=total, completed=completed, numbers="  ".join(parts))
+            # The batches before a resume must not count as speed.
+            self._progress.reset(self._task, completed=view.batches_trained)
+        place = f"batch {view.batches_trained}/{view.batches_total}"
+        self._progress.update(
+            self._task,
+            total=view.batches_total,
+            completed=view.batches_trained,
+            description="  ".join([place, *self._newest.values()]),
+        )
 
     def close(self) -> None:
         self._progress.stop()
 
     def _write(self, text: str, stream: LossTolerantStream) -> None:  # noqa: ARG002 - a terminal shows both
-        self._progress.console.print(Text(visible(text)), soft_wrap=True)
+        self._progress.console.print(Text(text), soft_wrap=True)
 
 
 def summary(
@@ -173,10 +135,17 @@ def summary(
     if view.batches_trained is not None:
         place = f" at batch {view.batches_trained}"
         place += "" if view.batches_total is None else f" of {view.batches_total}"
-    saved = None if checkpoint is None else checkpoint.steps_completed
-    details = [verdict.reason, _lost_batches(verdict, view.batches_trained, saved, steps_before)]
-    described = "; ".join(detail for detail in details if detail is not None)
-    rows = [("state", f"{verdict.state.value}{place}" + (f" ({described})" if described else ""))]
+    details = [verdict.reason] if verdict.reason else []
+    if (
+        verdict.state is RunState.COMPLETED
+        and steps_before is not None
+        and steps_before == view.batches_trained
+    ):
+        details.append("nothing was left to train")
+    elif verdict.state is not RunState.COMPLETED and checkpoint is None:
+        details.append("no checkpoint")
+    described = f" ({'; '.join(details)})" if details else ""
+    rows = [("state", f"{verdict.state.value}{place}{described}")]
     validations = read_validations(run_directory, metric)
     measured = [(value, step) for step, value in sorted(validations.items()) if not math.isnan(value)]
     if validations:
@@ -223,14 +192,6 @@ def row_lines(rows: Sequence[tuple[str, str]]) -> list[str]:
     return [f"{name + ':':<15}{value}" for name, value in rows]
 
 
-def view_at_failure(view: RunView, outcome: LaunchOutcome) -> RunView:
-    """Return ``view`` advanced to the failed rank's batch, if that is later."""
-    batch = outcome.first_failure and outcome.first_failure.batches_trained
-    if not batch:
-        return view
-    return dataclasses.replace(view, batches_trained=max(batch, view.batches_trained or 0))
-
-
 def telemetry_rows(run_directory: RunDirectory) -> list[tuple[str, str]]:
     with contextlib.suppress(
         DstrialError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError
@@ -250,79 +211,35 @@ def skipped_rows(run_directory: RunDirectory) -> list[tuple[str, str]]:
     return [("skipped steps", text)]
 
 
-def _lost_batches(
-    verdict: Verdict, batches_trained: int | None, batches_saved: int | None, steps_before: int | None
-) -> str | None:
-    """Return a remark such as ``batches after 100 are lost`` for the summary, or None."""
-    if verdict.state is RunState.COMPLETED:
-        has_trained = None in (steps_before, batches_trained) or batches_trained != steps_before
-        return None if has_trained else "nothing was left to train"
-    if verdict.may_continue:
-        return None
-    if batches_saved is None:
-        return "no checkpoint"
-    is_ahead = batches_trained is not None and batches_trained > batches_saved
-    return f"batches after {batches_saved} are lost" if is_ahead else None
-
-
-def _best_first(view: ExperimentView, experiment: ExperimentConfig) -> list[TrialView]:
-    def key(trial: TrialView) -> tuple[bool, float, int]:
-        value = trial.best_metric or 0.0
-        return trial.best_metric is None, value if experiment.smaller_is_better else -value, trial.id
-
-    return sorted(view.trials, key=key)
-
-
-def best_checkpoint(view: ExperimentView, experiment: ExperimentConfig) -> str | None:
-    """Return the UUID of the best checkpoint of a search's trials, or None."""
-    return next((best.best_checkpoint for best in _best_first(view, experiment)[:1]), None)
+def best_trial(view: ExperimentView, experiment: ExperimentConfig) -> TrialView | None:
+    """Return a search's trial with the best metric; None before the first metric."""
+    sign = 1 if experiment.smaller_is_better else -1
+    measured = [(sign * one.best_metric, one.id, one) for one in view.trials if one.best_metric is not None]
+    return min(measured)[2] if measured else None
 
 
 def progress_line(view: ExperimentView, experiment: ExperimentConfig) -> str:
     """Format a search's progress: ``40 %  2 active  accuracy 0.93 (trial 4)``."""
-    counts: dict[str, int] = {}
-    for trial in view.trials:
-        counts[trial.state.lower()] = counts.get(trial.state.lower(), 0) + 1
+    counts = collections.Counter(trial.state.lower() for trial in view.trials)
     parts = [f"{view.progress * 100:.0f} %", ", ".join(f"{n} {state}" for state, n in sorted(counts.items()))]
-    for best in _best_first(view, experiment)[:1]:
-        if best.best_metric is not None:
-            parts.append(f"{experiment.metric} {number(best.best_metric)} (trial {best.id})")
+    best = best_trial(view, experiment)
+    if best is not None:
+        parts.append(f"{experiment.metric} {number(best.best_metric or 0.0)} (trial {best.id})")
     return "  ".join(parts)
 
 
 def search_summary(
     view: ExperimentView, experiment: ExperimentConfig, verdict: Verdict, run_directory: RunDirectory
 ) -> list[str]:
-    """Return the lines of a search's summary: trials, state and best checkpoint."""
-    described = f" ({verdict.reason})" if verdict.reason else ""
-    rows = [("state", verdict.state.value + described)]
+    """Return the lines of a search's summary: state, best trial and best checkpoint."""
+    rows = [("state", verdict.state.value + (f" ({verdict.reason})" if verdict.reason else ""))]
+    rows.append(("trials", f"{len(view.trials)}; `{command_of('dstrial')} show {view.id}` lists them"))
+    best = best_trial(view, experiment)
+    if best is not None:
+        rows.append(("best", f"{experiment.metric} {best.best_metric:.6g} of trial {best.id}"))
     rows.append(("run directory", shown_path(run_directory.path)))
-    for best in _best_first(view, experiment)[:1]:
-        if best.best_metric is not None:
-            rows.insert(1, ("best", f"{experiment.metric} {best.best_metric:.6g} of trial {best.id}"))
-        if best.best_checkpoint is not None:
-            path = run_directory.checkpoints_path / best.best_checkpoint
-            shown = (
-                f"checkpoints/{path.name}" if path.is_dir() else path.name
-            )  # else it is in another storage
-            rows.append(("  best", shown))
-    return trial_table(view, experiment) + row_lines(rows)
-
-
-def trial_table(view: ExperimentView, experiment: ExperimentConfig) -> list[str]:
-    """Return a table of trials, best first, as lines; the last line counts the rest."""
-    specs = experiment.raw.get("hyperparameters") or {}
-    rows: list[tuple[object, ...]] = []
-    for trial in _best_first(view, experiment)[:_MAX_TRIALS_SHOWN]:
-        chosen = searched_values(specs, masked(json.loads(trial.hparams), SecretNames()))
-        hparams = " ".join(f"{dotted(path)}={_value_text(value)}" for path, value in chosen)
-        metric = "" if trial.best_metric is None else number(trial.best_metric)
-        rows.append((trial.id, trial.state.lower(), trial.total_batches, metric, hparams))
-    header = ("trial", "state", "batches", experiment.metric, "hyperparameters")
-    lines = text_table(header, rows).splitlines()
-    hidden = len(view.trials) - _MAX_TRIALS_SHOWN
-    return [*lines, f"and {hidden} more"] if hidden > 0 else lines
-
-
-def _value_text(value: object) -> str:
-    return number(value) if isinstance(value, float) else json.dumps(value)
+    if best is not None and best.best_checkpoint is not None:
+        path = run_directory.checkpoints_path / best.best_checkpoint
+        # A checkpoint without a directory is in another storage.
+        rows.append(("  best", f"checkpoints/{path.name}" if path.is_dir() else path.name))
+    return row_lines(rows)

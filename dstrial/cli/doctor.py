@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import os
 import sys
 import time
 from collections.abc import Iterable
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dstrial import __version__
 from dstrial.cli.streams import count_argument, seconds_argument
 from dstrial.doctor.checkup import CheckupOptions, run
-from dstrial.doctor.finding import Group, Status, count, plural
+from dstrial.doctor.finding import Group, count, plural
 from dstrial.errors import DstrialError
 from dstrial.file_writes import replace_file
 
@@ -29,14 +28,12 @@ SCHEMA = 1  # version of ``--json``; incremented when a key is removed or change
 _NEXT = "`dstrial doctor --train` trains on this machine and proves the rest."
 DOCUMENT_NAME = "doctor.json"  # written to ``--output``, same content as ``--json``
 
-_COLOURS: dict[Status, int] = {"ok": 32, "note": 33, "problem": 31}  # SGR codes: green, yellow, red
 _DEFAULT_MINUTES = 5.0
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "doctor",
-        help="check whether this machine can train; --train makes a test run",
         description="Check Python, torch, DeepSpeed, devices, compilers, network, limits, disks and the master. Each line is "
         "ok, a note, or a problem with its fix. Exits 0 if there is no problem, else 1. Only --train trains.",
     )
@@ -110,7 +107,7 @@ def main(args: argparse.Namespace) -> int:
     for group in run(options):
         groups.append(group)
         if not args.as_json:
-            _write(group, is_coloured=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+            _write(group)
     seconds = time.monotonic() - began_at_s
     counts = count(groups)
     text = json.dumps(document(groups, seconds), indent=2, ensure_ascii=False) + "\n"
@@ -178,14 +175,11 @@ def document(groups: Iterable[Group], seconds: float) -> dict[str, Any]:
     }
 
 
-def _write(group: Group, *, is_coloured: bool) -> None:
+def _write(group: Group) -> None:
     """Print one line per finding, so that ``grep`` finds complete messages."""
     lines = [f"{group.name} ({group.seconds:.2f} s)"]
     for finding in group.findings:
-        status = f"{finding.status:<8}"
-        if is_coloured:
-            status = f"\x1b[{_COLOURS[finding.status]}m{status}\x1b[0m"
-        lines.append(f"  {status} {finding.name}: {finding.what}")
+        lines.append(f"  {finding.status:<8} {finding.name}: {finding.what}")
         if finding.todo:
             lines.append(f"           -> {finding.todo}")
     sys.stdout.write("\n".join(lines) + "\n")

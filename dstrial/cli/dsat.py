@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "dsat",
-        help="tune the DeepSpeed configuration of an experiment",
         description="Measure DeepSpeed configurations of an experiment and write the best one.",
         epilog=EPILOG,
     )

@@ -191,18 +191,24 @@ def resume_point(resume: str, *, runs_dir: Path, name: str, context_dir: Path) -
 
     ``latest`` is the newest run in ``runs_dir`` with this experiment ``name`` and ``context_dir`` that can resume.
     """
-    if resume == "latest":
-        return _latest(runs_dir, name, context_dir)
     path = Path(resume).resolve()
-    if RunDirectory(path).record_path.is_file():
-        run_directory = RunDirectory.open(path)
-        resumable = newest_resumable([run_directory])
-        if resumable is None:
+    is_run = RunDirectory(path).record_path.is_file()
+    if resume == "latest" or is_run:
+        runs = find_runs(runs_dir, name, context_dir) if resume == "latest" else [RunDirectory.open(path)]
+        found = newest_resumable(runs)
+        if found is None:
+            where = f"the run {path}"
+            if resume == "latest":
+                where = f"no run of {name!r} with the context directory {context_dir.resolve()} in {runs_dir}"
             raise CheckpointNotFoundError(
-                f"the run {path} has no complete checkpoint; expected one to resume from. Leave --resume out to start "
-                "anew, or name a checkpoint's directory if the run is a search."
+                f"--resume is {resume!r}, and {where} has {'a' if resume == 'latest' else 'no'} complete checkpoint; expected "
+                "one to resume from. Leave --resume out to start anew, or name a checkpoint's directory."
             )
-        return ResumePoint(run_directory, resumable[1])
+        run_directory, checkpoint = found
+        note = None
+        if run_directory != runs[0]:
+            note = f"the newest run {runs[0].path} has no complete checkpoint; going on with {run_directory.path}"
+        return ResumePoint(run_directory, checkpoint, note)
     if is_complete(path) or (path / MANIFEST_NAME).is_file():
         owner = RunDirectory(path.parent.parent)
         is_of_a_run = owner.record_path.is_file() and owner.checkpoints_path == path.parent
@@ -212,19 +218,3 @@ def resume_point(resume: str, *, runs_dir: Path, name: str, context_dir: Path) -
         f"--resume is {resume!r}; expected 'latest', a run directory, or the directory of a complete "
         "checkpoint. Name one that a run has printed."
     )
-
-
-def _latest(runs_dir: Path, name: str, context_dir: Path) -> ResumePoint:
-    runs = find_runs(runs_dir, name, context_dir)
-    resumable = newest_resumable(runs)
-    if resumable is None:
-        has = "has a complete checkpoint" if runs else "is there"
-        raise CheckpointNotFoundError(
-            f"--resume is 'latest', and no run of {name!r} with the context directory {context_dir.resolve()} {has} in "
-            f"{runs_dir}; expected one to resume from. Leave --resume out to start anew, or pass --runs-dir."
-        )
-    run_directory, checkpoint = resumable
-    note = None
-    if run_directory != runs[0]:
-        note = f"the newest run {runs[0].path} has no complete checkpoint; going on with {run_directory.path}"
-    return ResumePoint(run_directory, checkpoint, note)

@@ -19,7 +19,6 @@ from dstrial.master.store.views.observe import ExperimentView, LogRow
 
 _POLL_PERIOD_S = 0.1
 _STATE_POLL_PERIOD_S = 0.3  # between queries of the experiment's state
-_STALLS_PERIOD_S = 1.0
 _GONE_AFTER_S = 10.0  # a master that was ended may be started again within this time
 _FAILURE_HEADLINE = re.compile(r"rank \d+ failed first \(")
 _BY_SIGTERM = 128 + signal.SIGTERM
@@ -42,7 +41,6 @@ class Verdict:
     state: RunState
     exit_code: int  # of ``dstrial run``
     reason: str | None = None  # why the attempt did not complete, or was stopped
-    may_continue: bool = False  # the master may still save a checkpoint, so lost batches are unknown
 
 
 class LogTail:
@@ -59,7 +57,6 @@ class LogTail:
         self._show = show
         self._after = dict(after)
         self._withheld_report: list[str] = []
-        self.has_task_lines = False
 
     def poll(self, trial_id: int) -> None:
         while rows := observe.new_log_rows(self._master.state, trial_id, self._after.get(trial_id, 0)):
@@ -78,7 +75,6 @@ class LogTail:
             elif row.text.startswith("waiting for "):
                 self._show(row.text, None, "stdout")
             return
-        self.has_task_lines = True
         if row.rank is None and row.stdtype == "stderr":
             if self._withheld_report or _FAILURE_HEADLINE.match(row.text):
                 self._withheld_report.append(row.text)
@@ -88,26 +84,6 @@ class LogTail:
         self._show(row.text, row.rank, row.stdtype or "stdout")
 
 
-class StallReporter:
-    """Prints when a trial of a search stalls, and when the stall is over."""
-
-    def __init__(self, master: Master, experiment_id: int, print_line: Callable[[str], None]) -> None:
-        self._state = master.state
-        self._experiment_id = experiment_id
-        self._print_line = print_line
-        self._shown: dict[int, str] = {}
-
-    def poll(self) -> None:
-        stalled = [one for one in observe.stalled(self._state) if one.experiment_id == self._experiment_id]
-        found = {one.trial_id: one.text for one in stalled}
-        for trial_id, text in found.items():
-            if self._shown.get(trial_id) != text:
-                self._print_line(f"trial {trial_id}: stalled: {text}")
-        for trial_id in self._shown.keys() - found.keys():
-            self._print_line(f"trial {trial_id}: stalled: no longer")
-        self._shown = found
-
-
 def follow(
     master: Master,
     experiment_id: int,
@@ -115,20 +91,18 @@ def follow(
     *,
     on_poll: Callable[[ExperimentView], None],
     on_stop: Callable[[], None],
-    print_line: Callable[[str], None],
-    has_many_trials: bool = False,
 ) -> FollowResult:
     """Wait until an experiment has ended or is paused, and return why.
 
     The caller's signal handler appends to ``signals``: the first signal pauses the experiment, a second SIGINT ends only this
-    call. ``on_poll`` is called about ten times a second, ``on_stop`` after the pause request. With ``has_many_trials``, stalls of
-    trials are printed; a single trial's log already contains its stalls.
+    call. ``on_poll`` is called about ten times a second, ``on_stop`` after the pause request.
     """
-    stalls = StallReporter(master, experiment_id, print_line)
     is_pausing = False
-    next_state_poll_at_s = next_stall_poll_at_s = 0.0
+    poll_state_at_s = 0.0
     gone_since_s: float | None = None
     view = observe.experiment_view(master.state, experiment_id)
+    # A run's own master is not restarted. It receives the same signals as this process, and exits.
+    gone_after_s = 0.0 if master.is_own else _GONE_AFTER_S
     while True:
         now_s = time.monotonic()
         if signals and not is_pausing:
@@ -136,24 +110,19 @@ def follow(
             if is_pausing:
                 on_stop()
         stopped_by = signals[0].name if signals else None
-        if signal.SIGINT in signals[1:]:
-            view = observe.experiment_view(master.state, experiment_id)
-            return FollowResult(view, stopped_by, is_detached=True)
-        if now_s >= next_state_poll_at_s:
-            next_state_poll_at_s = now_s + _STATE_POLL_PERIOD_S
+        is_detached = signal.SIGINT in signals[1:]
+        if now_s >= poll_state_at_s or is_detached:
+            poll_state_at_s = now_s + _STATE_POLL_PERIOD_S
             view = observe.experiment_view(master.state, experiment_id)
             gone_since_s = (gone_since_s or now_s) if master.state.running() is None else None
-        if has_many_trials and now_s >= next_stall_poll_at_s:
-            next_stall_poll_at_s = now_s + _STALLS_PERIOD_S
-            stalls.poll()
+        if is_detached:
+            return FollowResult(view, stopped_by, is_detached=True)
         if view is None:
             return FollowResult(None, stopped_by)
         on_poll(view)
         if view.is_settled:
             return FollowResult(view, stopped_by)
-        # A run's own master is not restarted. It receives the same signals as this process, and exits.
-        limit_s = 0.0 if master.is_own else _GONE_AFTER_S
-        if gone_since_s is not None and now_s - gone_since_s > limit_s:
+        if gone_since_s is not None and now_s - gone_since_s > gone_after_s:
             return FollowResult(view, stopped_by, is_master_gone=True)
         time.sleep(_POLL_PERIOD_S)
 
@@ -206,9 +175,9 @@ def judge_experiment(followed: FollowResult, judged: Verdict, *, has_own_master:
         saved = max((trial.batches_saved or 0 for trial in view.trials), default=0)
         what = f"batch {saved}" if saved else "nothing"
         reason = f"left to the master, which has saved {what} so far"
-        return Verdict(RunState.STOPPED, 128 + signal.SIGINT, reason, may_continue=True)
+        return Verdict(RunState.STOPPED, 128 + signal.SIGINT, reason)
     if followed.is_master_gone:
-        return Verdict(RunState.STOPPED, 1, "the master has ended", may_continue=True)
+        return Verdict(RunState.STOPPED, 1, "the master has ended")
     if view.state == "CANCELED":
         return Verdict(RunState.STOPPED, 1, "cancelled")
     if view.state == "ERROR" and judged.state is not RunState.FAILED:

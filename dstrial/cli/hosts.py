@@ -26,7 +26,7 @@ files. `dstrial run --hostfile` and `dstrial up --hostfile` make the same check 
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("hosts", help="check whether the hosts of a hostfile can train together")
+    parser = subparsers.add_parser("hosts")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     check = actions.add_parser(
         "check",

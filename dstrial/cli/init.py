@@ -27,7 +27,6 @@ _IGNORED = "runs/\n"  # `det` packs the context directory without what .detignor
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "init",
-        help="write a small, complete project",
         description="Write a small, complete project: experiment config, DeepSpeed config and training code.",
     )
     parser.add_argument(

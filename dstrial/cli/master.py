@@ -39,8 +39,8 @@ _DESCRIPTIONS = {
 }
 
 
-def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser], command: str, help_text: str) -> None:
-    parser = subparsers.add_parser(command, help=help_text, description=_DESCRIPTIONS[command])
+def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser], command: str) -> None:
+    parser = subparsers.add_parser(command, description=_DESCRIPTIONS[command])
     if command == "backup":
         parser.add_argument(
             "path",

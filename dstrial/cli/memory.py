@@ -31,7 +31,6 @@ _MEASURE = "Train some batches: the summary of `dstrial run` shows the measured 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "memory",
-        help="predict a model's memory, and whether it needs several devices",
         description="Predict the memory of one device, or of one device per pipeline stage: parameters, gradients, optimizer, "
         "activations and buffers. The command trains one step as one rank of N simulated ranks, on tensors without memory, and "
         "needs no accelerator.",
@@ -130,14 +129,14 @@ def _settings_text(experiment: ExperimentConfig) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Planned:
-    """A model, or a pipeline stage, on a number of devices, whose memory is to be predicted."""
+    """A model or stage on a number of devices, whose memory is to be predicted."""
 
     placement: Placement
     experiment: ExperimentConfig | None  # None if the placement has a problem
 
 
 def _planned_runs(args: argparse.Namespace, num_slots: int) -> list[_Planned]:
-    """Return one planned prediction per pipeline stage; a single one without a pipeline."""
+    """Return a planned prediction per pipeline stage; one without a pipeline."""
     from dstrial.dsat.predictor.model_memory import Placement
 
     try:

@@ -10,8 +10,7 @@ import os
 import shutil
 import signal
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,7 +65,6 @@ from dstrial.local.run_directory import (
 )
 from dstrial.local.run_monitor import RunMonitor, RunView
 from dstrial.master import daemon
-from dstrial.master.store.views import observe
 from dstrial.ranks.stop_signals import noted_signals
 from dstrial.slurm.allocation import Allocation, allocation_of
 from dstrial.visible_text import visible
@@ -87,7 +85,6 @@ _EPILOG = (
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "run",
-        help="train one experiment on this machine and follow it",
         description="Check an experiment, submit it to this machine's master, follow it to its end, and print the paths of "
         "its files. If no master runs, the command starts one.",
         epilog=_EPILOG,
@@ -223,7 +220,7 @@ def _read_request(args: argparse.Namespace, slots: int | None) -> RunRequest:
     _require_trainable(args, experiment, entrypoint, is_search=is_search)
     context = list_context(experiment.context_dir)
     context.require_packable()
-    _show_warnings(args, experiment, context.warnings(), point)
+    _show_warnings(args, experiment, point)
     known_run = None if point is None else point.run_directory
     own = run_directory_of(args)
     if known_run is None and own is not None and own.record_path.is_file():
@@ -280,11 +277,9 @@ def _require_trainable(
     raise ConfigError([ConfigProblem(f"{experiment.path}: {where}", got, expected, fix)])
 
 
-def _show_warnings(
-    args: argparse.Namespace, experiment: ExperimentConfig, more: Sequence[str], point: ResumePoint | None
-) -> None:
+def _show_warnings(args: argparse.Namespace, experiment: ExperimentConfig, point: ResumePoint | None) -> None:
     """Print warnings, and settings that a resumed run takes from the checkpoint."""
-    warnings = [*experiment.warnings, *more]
+    warnings = list(experiment.warnings)
     if not args.slurm and (hint := slurm_job.unused_nodes_hint()) is not None:
         warnings.insert(0, hint)
     if experiment.raw["checkpoint_storage"]["host_path"] is not None:
@@ -417,18 +412,17 @@ class _Attempt:
         self._out, self._err = out, err
         num_ranks = 1 if request.entrypoint.starts_ranks else max(request.num_slots, 1)
         metric = request.experiment.metric
-        self._monitor = RunMonitor(run_directory, metric=metric, since=utc_now())
+        self._monitor = RunMonitor(run_directory, since=utc_now())
         has_bar = not request.args.no_progress and not request.is_search and out.isatty()
         kind = display.BarDisplay if has_bar else display.Display
         self._display = kind(out, err, num_ranks=num_ranks, metric=metric)
-        self._waited_until_s = time.time()
         self._progress = ""
         self._view = RunView()
 
     def follow(self, signals: list[signal.Signals], job: slurm_job.BatchJob | None) -> int:
         """Submit the run, show it until it ends, and return the exit status."""
-        request, master, print_line = self._request, self._master, self._display.message
-        try:
+        request, master, print_line = self._request, self._master, self._display.line
+        with contextlib.closing(self._display):
             print_line(f"run directory: {shown_path(self._run_directory.path)}")
             if request.checkpoint is not None:
                 print_line(f"resuming from checkpoint {request.checkpoint}")
@@ -447,12 +441,8 @@ class _Attempt:
                 signals,
                 on_poll=self._show_search if request.is_search else functools.partial(self._show, log),
                 on_stop=lambda: print_line(self._stop_text()),
-                print_line=print_line,
-                has_many_trials=request.is_search,
             )
             self._poll_run()
-        finally:
-            self._display.close()
         verdict, lines, failure = self._end(followed, job)
         if followed.is_detached and master.is_own:
             daemon.request_stop(master.record, is_kill=True)
@@ -471,47 +461,27 @@ class _Attempt:
         self._display.view(self._view)
 
     def _show(self, log: LogTail, view: ExperimentView) -> None:
-        """Show a trial's new log lines and reports, or its startup phase before training."""
+        """Show a trial's new log lines and reports."""
         for trial in view.trials:
             log.poll(trial.id)
         self._poll_run()
-        if self._monitor.has_begun or view.is_settled:
-            return
-        now_s = time.time()
-        starts = observe.starting(self._master.state, view.id)
-        if starts:
-            self._display.starting(starts[0].text, now_s - starts[0].since_s)
-            self._waited_until_s = now_s
-        elif not log.has_task_lines:
-            self._display.starting("starting the trial's processes", now_s - self._waited_until_s)
-        elif self._request.entrypoint.trial is not None:
-            unit = self._request.experiment.scheduling_unit
-            self._display.starting(f"training, a report every {unit} batches (scheduling_unit)", 0.0)
 
     def _show_search(self, view: ExperimentView) -> None:
         line = display.progress_line(view, self._request.experiment)
         if line != self._progress:
             self._progress = line
-            self._display.message(line)
-        if not any(trial.total_batches for trial in view.trials):
-            for start in observe.starting(self._master.state, view.id)[:1]:
-                self._display.starting(f"trial {start.trial_id}: {start.text}", time.time() - start.since_s)
+            self._display.line(line)
 
     def _stop_text(self) -> str:
         request = self._request
-        subject = "ranks that have not ended"
+        what = "stopping all ranks"
         if request.is_search:
-            what, subject = "pausing all trials with a checkpoint", "what has not ended"
+            what = "pausing all trials with a checkpoint"
         elif self._view.batches_trained is not None:
             what = "stopping all ranks at the same batch, saving a checkpoint"
-        elif request.entrypoint.trial is not None:
-            what = "stopping all ranks, training has not begun"
-        else:
-            what = "stopping all ranks"
-        are = "is" if request.is_search else "are"
         limit_s = request.experiment.preemption_timeout_s
         again = "kills them now" if self._master.is_own else "to leave that to the master"
-        return f"{what}; {subject} after {limit_s} s (preemption_timeout) {are} killed (Ctrl-C again {again})"
+        return f"{what}; ranks that have not ended after {limit_s} s (preemption_timeout) are killed (Ctrl-C again {again})"
 
     def _end(self, followed: FollowResult, job: slurm_job.BatchJob | None) -> tuple[Verdict, list[str], str]:
         """Record the attempt's end; return the verdict, summary lines and failure text."""
@@ -530,16 +500,15 @@ class _Attempt:
         resume: list[str] = []
         if job is None or not job.will_requeue:  # Slurm resumes a job that is requeued
             resume = [command_of("dstrial"), *command_line(request.args, resume=self._resume_value(verdict))]
-        lines = self._summary(followed.view, verdict, outcome, resume)
+        lines = self._summary(followed.view, verdict, resume)
         return verdict, lines + self._continuation(followed, verdict), outcome.describe()
 
-    def _summary(
-        self, view: ExperimentView | None, verdict: Verdict, outcome: LaunchOutcome, resume: list[str]
-    ) -> list[str]:
+    def _summary(self, view: ExperimentView | None, verdict: Verdict, resume: list[str]) -> list[str]:
         """Link the best checkpoint; return the lines of the summary."""
         experiment, run_directory = self._request.experiment, self._run_directory
         if self._request.is_search:
-            best = None if view is None else display.best_checkpoint(view, experiment)
+            trial = None if view is None else display.best_trial(view, experiment)
+            best = None if trial is None else trial.best_checkpoint
             lines = display.row_lines([("run directory", shown_path(run_directory.path))])
             if view is not None:
                 lines = display.search_summary(view, experiment, verdict, run_directory)
@@ -550,7 +519,7 @@ class _Attempt:
             lines = display.summary(
                 run_directory,
                 verdict,
-                display.view_at_failure(self._view, outcome),
+                self._view,
                 metric=experiment.metric,
                 smaller_is_better=experiment.smaller_is_better,
                 steps_before=None if point is None else point.steps_completed,

@@ -35,7 +35,6 @@ from dstrial.slurm import client
 from dstrial.slurm.allocation import Allocation, allocation_of
 from dstrial.slurm.jobs import Job
 from dstrial.slurm.script import (
-    CLUSTER_OPTIONS,
     LOG_NAME,
     SCRIPT_NAME,
     asks_for_devices,
@@ -206,6 +205,9 @@ def run_as_job(
     except LaunchError as error:
         if is_new and not client.is_away(str(error)):  # else the job may be queued all the same
             shutil.rmtree(path, ignore_errors=True)
+            for parent in path.parents[:2] if own is None else ():
+                with contextlib.suppress(OSError):  # another run is there
+                    parent.rmdir()
         raise
     write_json_atomically(RunDirectory(path).slurm_job_path, {"job_id": job_id})
     out.write(f"job {job_id}: queued; it prints into {shown_path(log)}\n")
@@ -219,15 +221,6 @@ def _script(args: argparse.Namespace, experiment: ExperimentConfig, inner: Seque
     where = str(experiment.path)
     settings = experiment.raw.get("slurm") or {}
     options = sbatch_args(settings, args.sbatch_arg, where)
-    cluster = value_of(options, *CLUSTER_OPTIONS)
-    if cluster is not None:
-        problem = ConfigProblem(
-            f"{where}: slurm.sbatch_args, or --sbatch-arg",
-            f"--clusters={cluster}",
-            "a job of this machine's cluster, where squeue and scancel look for it",
-            "Leave it out, or submit the run on a machine of that cluster.",
-        )
-        raise ConfigError([problem])
     if not args.print_sbatch:
         client.require_slurm("sbatch", "scontrol", "scancel", "srun")
     environ = {**os.environ, **experiment.environment_variables}

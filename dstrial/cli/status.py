@@ -32,7 +32,6 @@ _UNAVAILABLE = 503
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "status",
-        help="show the master's address, slots, experiments and disk use",
         description="Show address, slots, hosts, experiments and disk use of this machine's master. Exit status: 0 if the master "
         "runs; 1 if no master runs, or if the master is stopped by SIGSTOP.",
     )
@@ -47,6 +46,8 @@ def main(args: argparse.Namespace) -> int:
     usage, starting, stalled, unusable = _read_database(state, record)
     stopped = record is not None and is_stopped(record.pid)
     answers, trouble = (False, "") if record is None or stopped else _health(record)
+    total, used = 0 if record is None else len(record.slots), usage.num_slots_used
+    engine = None if record is None else shown_engine(state.path)
     fields: dict[str, Any] = {
         "running": record is not None,
         "address": None if record is None else record.address,
@@ -54,15 +55,13 @@ def main(args: argparse.Namespace) -> int:
         "stopped": stopped,
         "answers": answers,
         "trouble": trouble or unusable,
-        "slots": None if record is None else _slots(record, usage.num_slots_used),
+        "slots": None if record is None else {"total": total, "used": used, "free": max(0, total - used)},
         "experiments": usage.experiments,
         "trials": usage.trials,
         "starting": starting,
         "stalled": stalled,
         "hosts": [] if record is None else [dataclasses.asdict(one) for one in shown_hosts(state.path)],
-        "engine": None
-        if record is None or (engine := shown_engine(state.path)) is None
-        else dataclasses.asdict(engine),
+        "engine": None if engine is None else dataclasses.asdict(engine),
         "warm": [] if record is None else [dataclasses.asdict(one) for one in shown_servers(state.path)],
         "state_dir": str(state.path),
         "disk_bytes": _disk_bytes(state.path),
@@ -80,18 +79,13 @@ def _read_database(
     """Return usage, starting trials, stalled trials, and the database's problem or ""."""
     try:
         usage = observe.usage(state)
-        if record is None:
-            return usage, [], [], ""
-        return (
-            usage,
-            _shown(observe.starting(state), "phase"),
-            _shown(observe.stalled(state), "text"),
-            "",
-        )
+        starting = [] if record is None else _shown(observe.starting(state), "phase")
+        stalled = [] if record is None else _shown(observe.stalled(state), "text")
     except MasterError as error:
         if record is None:
             raise
         return observe.Usage(0, {}, {}), [], [], str(error)
+    return usage, starting, stalled, ""
 
 
 def _shown(found: Sequence[observe.Start | observe.Stalled], key: str) -> list[dict[str, Any]]:
@@ -114,10 +108,6 @@ def _health(record: MasterRecord) -> tuple[bool, str]:
     except DstrialError:
         return False, ""
     return True, ""
-
-
-def _slots(record: MasterRecord, num_used: int) -> dict[str, int]:
-    return {"total": len(record.slots), "used": num_used, "free": max(0, len(record.slots) - num_used)}
 
 
 def _text(record: MasterRecord | None, fields: dict[str, Any]) -> str:
@@ -144,9 +134,7 @@ def _text(record: MasterRecord | None, fields: dict[str, Any]) -> str:
     rows += [(name, _counts(fields[name])) for name in ("experiments", "trials")]
     if fields["engine"] is not None:
         engine = fields["engine"]
-        rows += [
-            (engine["name"].lower(), text) for text in ([engine["why_away"]] if engine["why_away"] else [])
-        ]
+        rows += [(engine["name"].lower(), engine["why_away"])] if engine["why_away"] else []
         rows += [("job", text.removeprefix("job ")) for text in engine["jobs"]]
     for one in fields["starting"]:
         what = f"trial {one['trial']} of experiment {one['experiment']} is {one['phase']}"

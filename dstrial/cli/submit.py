@@ -35,12 +35,6 @@ from dstrial.storage_guard import STORAGE_MARKER
 if TYPE_CHECKING:
     from determined.common.api.bindings import v1File
 
-# tqdm 4.66 takes its defaults from TQDM_…; Hugging Face's libraries override those and have variables of their own.
-_NO_BARS = {
-    "TQDM_DISABLE": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-}
 # Arguments that ``command_line`` does not convert to flags.
 _OMITTED_ARGUMENTS = ("command", "experiment", "context_dir", "print_sbatch", "detach", "run_dir")
 _RETENTION_KEYS = ("save_trial_latest", "save_trial_best", "save_experiment_best")
@@ -234,9 +228,7 @@ def config_of_run(
 
     A single trial also stores metrics and logs in the run directory; trials of a search only report to the master.
     """
-    quiet = _NO_BARS if request.args.no_progress else {}
     variables = {
-        **quiet,
         **request.experiment.environment_variables,
         "DET_PYTHON_EXECUTABLE": python_of(request.args),
     }

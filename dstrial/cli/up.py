@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "up",
-        help="start the master of this machine in the background",
         description="Start a master on 127.0.0.1, a server with Determined's REST API, and log the det command in to it. "
         "Experiments that were active when the last master ended continue.",
     )
@@ -130,59 +129,61 @@ def _check_hosts(args: argparse.Namespace, state: StateDirectory, options: daemo
 
     Problems of the hosts are not fatal if trials of an earlier master are still running there.
     """
-    if options.is_under_slurm and (options.hostfile or options.include or options.exclude):
-        problem = ConfigProblem(
-            "--slurm",
-            "given beside --hostfile, --include or --exclude",
-            "one of the two",
-            "Leave them out: Slurm names the nodes.",
-        )
-        raise ConfigError([problem])
-    if (
-        options.hostfile is None
-        and options.config_file is None
-        and not options.is_under_slurm
-        and options.backend is None
-    ):
+    if not (options.hostfile or options.config_file or options.is_under_slurm or options.backend):
         require_hostfile(args)
         return False
     from dstrial.master.server import hosts_of, with_options
     from dstrial.master.settings import MasterSettings
 
+    if options.is_under_slurm:
+        _refuse_flags(
+            "--slurm", {flag: value for flag, value in _host_flags(options).items() if flag != "--slurm"}
+        )
     settings = MasterSettings.load(None if options.config_file is None else Path(options.config_file))
     settings = with_options(settings, options)
-    if settings.backend == "ray":
-        _refuse_hosts(options, settings, "Ray")
-        from dstrial.master.backends.queued.ray import check_ray
-
-        for name, count in check_ray(settings.ray_address).items():
-            sys.stdout.write(f"{'node:':<10}{name}: {count} slot{'s' * (count != 1)}\n")
-        return True
-    hosts: Sequence[Host] = ()
-    if settings.backend == "slurm":
-        _refuse_hosts(options, settings, "Slurm")
-    else:
-        hosts = hosts_of(options, settings)
-        if not hosts:
-            require_hostfile(args)
-            return False
-        if options.num_slots is not None:
-            expected = "no --slots beside hosts, whose file says them"
-            raise ConfigError([ConfigProblem("--slots", str(options.num_slots), expected, "Leave it out.")])
     try:
-        if settings.backend == "slurm":
+        if settings.backend == "ray":
+            from dstrial.master.backends.queued.ray import check_ray
+
+            _refuse_flags("backend ray", {**_host_flags(options), "--slots": options.num_slots})
+            for name, count in check_ray(settings.ray_address).items():
+                sys.stdout.write(f"{'node:':<10}{name}: {count} slot{'s' * (count != 1)}\n")
+        elif settings.backend == "slurm":
             from dstrial.master.backends.queued.slurm import check_slurm
 
+            _refuse_flags("backend slurm", {**_host_flags(options), "--slots": options.num_slots})
             state.make()
             check_slurm(settings.slurm, state.path / "slurm")
-        else:
+        elif hosts := hosts_of(options, settings):
+            _refuse_flags("hosts, whose file says the slots", {"--slots": options.num_slots})
             _show_hosts(state, options, settings, hosts)
+        else:
+            require_hostfile(args)
+            return False
     except (HostError, LaunchError) as error:
         if not num_live_allocations(state):
             raise
         # The master must still recover the trials on the other hosts, or in its jobs.
         sys.stderr.write(f"warning: {error}\n")
     return True
+
+
+def _host_flags(options: daemon.MasterOptions) -> dict[str, object]:
+    return {
+        "--hostfile": options.hostfile,
+        "--include": options.include,
+        "--exclude": options.exclude,
+        "--slurm": options.is_under_slurm,
+    }
+
+
+def _refuse_flags(beside: str, flags: Mapping[str, object]) -> None:
+    given = [flag for flag, value in flags.items() if value not in (None, "", False)]
+    problems = [
+        ConfigProblem(flag, f"given beside {beside}", "one of the two", "Leave it out.") for flag in given
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _show_hosts(
@@ -202,29 +203,6 @@ def _show_hosts(
         sys.stdout.write(f"{'host:':<10}{line}\n")
 
 
-def _refuse_hosts(options: daemon.MasterOptions, settings: MasterSettings, name: str) -> None:
-    """Raise if hosts are given although Slurm or Ray (``name``) provides the nodes."""
-    given = {
-        "--hostfile": options.hostfile or settings.hostfile,
-        "--include": options.include,
-        "--exclude": options.exclude,
-        "--slots": options.num_slots,
-        "--slurm": options.is_under_slurm,
-    }
-    problems = [
-        ConfigProblem(
-            flag,
-            f"given beside backend {name.lower()}",
-            "one of the two",
-            f"Leave it out: {name} has the nodes.",
-        )
-        for flag, value in given.items()
-        if value not in (None, "", False)
-    ]
-    if problems:
-        raise ConfigError(problems)
-
-
 def _import_login() -> None:
     """Import the modules for the login while the master starts, to save time."""
     from determined.common.api import authentication  # noqa: F401 - a third of a second
@@ -235,13 +213,9 @@ def _ignored_options(args: argparse.Namespace, record: MasterRecord) -> list[str
     given = {
         f"--port {args.port}": args.port not in (None, 0, record.port),
         f"--slots {args.slots}": args.slots not in (None, len(record.slots)),
-        "--config-file": args.config_file is not None,
-        "--no-password": args.no_password,
-        "--foreground": args.foreground,
-        "--hostfile": args.hostfile is not None,
-        "--slurm": args.slurm,
-        "--backend": args.backend is not None,
     }
+    names = ("config_file", "no_password", "foreground", "hostfile", "slurm", "backend")
+    given |= {f"--{name.replace('_', '-')}": bool(getattr(args, name)) for name in names}
     return [option for option, is_given in given.items() if is_given]
 
 

@@ -18,7 +18,7 @@ from dstrial.master.state_directory import MasterRecord, StateDirectory
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-_HEADER = (
+_HEADER = [
     "ID",
     "Name",
     "Told of",
@@ -31,8 +31,8 @@ _HEADER = (
     "Waiting",
     "Last",
     "Result",
-)
-_NUMBERS = (6, 7, 8, 9)
+]
+_NUMBERS = (6, 7, 8, 9)  # columns with numbers
 _EPILOG = """\
 Requests are signed. The header X-Determined-AI-Signature is an HMAC-SHA256 in hexadecimal digits, with the key that
 `dstrial webhook key` prints. The signed text is the header X-Determined-AI-Signature-Timestamp, a comma and the body.
@@ -42,7 +42,6 @@ Requests are signed. The header X-Determined-AI-Signature is an HMAC-SHA256 in h
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "webhook",
-        help="manage webhooks: HTTP requests on events of experiments",
         description="Have the master of this machine send an HTTP request when an experiment ends, a log line matches, or a "
         "trial calls core_context.alert().",
         epilog=_EPILOG,

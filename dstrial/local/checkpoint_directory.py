@@ -40,24 +40,6 @@ class StoredCheckpoint:
     time: str  # time of completion, ISO 8601 in UTC
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Writer:
-    """The process that writes a checkpoint; ``started`` (ticks) detects a reused pid."""
-
-    host: str
-    pid: int
-    started: str | None
-
-
-def this_writer() -> Writer:
-    return Writer(host=socket.gethostname(), pid=os.getpid(), started=_process_start(os.getpid()))
-
-
-def _process_start(pid: int) -> str | None:
-    ticks = start_ticks(pid)
-    return None if ticks is None else str(ticks)
-
-
 def _may_be_alive(writer: Mapping[str, Any]) -> bool:
     if writer.get("host") != socket.gethostname():
         return True
@@ -67,7 +49,7 @@ def _may_be_alive(writer: Mapping[str, Any]) -> bool:
         return False
     except PermissionError:
         return True
-    return _process_start(int(writer["pid"])) == writer.get("started")
+    return str(start_ticks(int(writer["pid"]))) == writer.get("started")  # else the pid was reused
 
 
 def _saving_path(checkpoints_path: Path, storage_id: str) -> Path:
@@ -82,7 +64,8 @@ def begin_checkpoint(checkpoints_path: Path, storage_id: str) -> None:
     saving_path = _saving_path(checkpoints_path, storage_id)
     try:
         saving_path.mkdir()
-        write_json_atomically(saving_path / _WRITER_FILE, dataclasses.asdict(this_writer()), sync=False)
+        writer = {"host": socket.gethostname(), "pid": os.getpid(), "started": str(start_ticks(os.getpid()))}
+        write_json_atomically(saving_path / _WRITER_FILE, writer, sync=False)
         (checkpoints_path / storage_id).mkdir()
     except OSError:
         remove_checkpoint(checkpoints_path, storage_id)
@@ -144,15 +127,14 @@ def newest_checkpoint(checkpoints_path: Path) -> StoredCheckpoint | None:
 
 def remove_incomplete_checkpoints(
     checkpoints_path: Path, delete_files: Callable[[str], object] | None = None
-) -> dict[str, int]:
-    """Remove incomplete checkpoints of dead processes; return name -> removed bytes.
+) -> None:
+    """Remove incomplete checkpoints of dead processes.
 
     A checkpoint is kept if its writer is alive or on another machine. ``delete_files`` deletes a checkpoint's files in object
     storage; if it raises ``CheckpointError``, the checkpoint is kept for the next call. Directories without a ``.saving``
     directory are kept, such as Determined's TensorBoard files.
     """
     names = {path.stem for path in checkpoints_path.glob(f"*{SAVING_SUFFIX}")}
-    removed: dict[str, int] = {}
     for name in sorted(names):
         if not is_uuid(name):
             continue
@@ -165,22 +147,12 @@ def remove_incomplete_checkpoints(
             writer = None
         if writer is not None and _may_be_alive(writer):
             continue
-        num_bytes = _num_bytes(checkpoints_path / name)
         try:
             remove_checkpoint(checkpoints_path, name, delete_files)
         except CheckpointError as error:
             logger.warning("incomplete checkpoint %s is not deleted: %s", name, error)
         else:
-            removed[name] = num_bytes
-    return removed
-
-
-def _num_bytes(path: Path) -> int:
-    total = 0
-    for found in path.rglob("*"):
-        with contextlib.suppress(OSError):
-            total += found.lstat().st_size if not found.is_dir() else 0
-    return total
+            logger.warning("removed checkpoint %s, which was never completed", name)
 
 
 _KEEP_DEFAULTS = {"save_trial_latest": 1, "save_trial_best": 1, "save_experiment_best": 0}

@@ -42,7 +42,7 @@ from dstrial.local.checkpoint_directory import (
     remove_checkpoint,
     remove_incomplete_checkpoints,
 )
-from dstrial.local.json_files import read_json, write_json_atomically
+from dstrial.local.json_files import write_json_atomically
 from dstrial.local.node_checkpoints import (
     NodeCheckpointContext,
     ObjectStorageManager,
@@ -308,21 +308,6 @@ class LocalCheckpointContext(NodeCheckpointContext):
         manager = ObjectStorageManager(settings, path.parent, None, is_chief=False)
         self._fetch(self._sharing(download_mode), manager, path.name, Path(ckpt_dir), selector, path)
 
-    @contextlib.contextmanager
-    def restore_path(
-        self,
-        storage_id: str,
-        download_mode: core.DownloadMode = core.DownloadMode.LocalWorkersShareDownload,
-        *,
-        selector: Callable[[str], bool] | None = None,
-    ) -> Iterator[Path]:
-        """Yield the directory of a checkpoint, which is given by uuid or path.
-
-        Ranks: any; with object storage all, collectively, unless ``download_mode`` is ``NoSharedDownload``.
-        """
-        with self._restored_from(self._find(storage_id), self._settings, download_mode, selector) as path:
-            yield path
-
     def delete(self, storage_id: str) -> None:
         if not is_uuid(storage_id):
             raise CheckpointNotFoundError(f"checkpoint is {storage_id!r}; expected a UUID from list().")
@@ -345,9 +330,8 @@ class LocalCheckpointContext(NodeCheckpointContext):
         """Delete the scratch directory of checkpoints in object storage."""
         self._open.close()
 
-    def get_metadata(self, storage_id: str) -> dict[str, Any]:
-        metadata: dict[str, Any] = read_json(self._find(storage_id) / METADATA_NAME) or {}
-        return metadata
+    def _record_of(self, storage_id: str) -> Path:
+        return self._find(storage_id)
 
     def list(self) -> list[StoredCheckpoint]:
         """Return complete checkpoints, sorted by ``steps_completed``, then by time."""
@@ -416,16 +400,7 @@ class MirroredCheckpointContext(NodeCheckpointContext):
         keep: KeepPolicy | None,
         train: LocalTrainContext,
     ) -> None:
-        super().__init__(
-            cluster._dist,
-            cluster._storage_manager,
-            cluster._session,
-            cluster._task_id,
-            cluster._allocation_id,
-            cluster._tensorboard_mode,
-            cluster._tensorboard_manager,
-            cluster._storage_backend_id,
-        )
+        self.__dict__.update(cluster.__dict__)
         self._checkpoints_path = run_directory.checkpoints_path
         self._settings = settings
         if isinstance(self._storage_manager, ObjectStorageManager):
@@ -479,28 +454,9 @@ class MirroredCheckpointContext(NodeCheckpointContext):
             return False  # the checkpoint belongs to another trial or master
         return bool(found.taskId == self._task_id)
 
-    @contextlib.contextmanager
-    def restore_path(
-        self,
-        storage_id: str,
-        download_mode: core.DownloadMode = core.DownloadMode.LocalWorkersShareDownload,
-        *,
-        selector: Callable[[str], bool] | None = None,
-    ) -> Iterator[Path]:
-        """Yield a checkpoint's directory; the id is a uuid, or a path from ``--resume``."""
-        if Path(storage_id).is_absolute():
-            record = Path(storage_id)
-            with self._restored_from(record, self._settings, download_mode, selector) as path:
-                yield path
-            return
-        with super().restore_path(storage_id, download_mode, selector=selector) as path:
-            yield path
-
-    def get_metadata(self, storage_id: str) -> dict[str, Any]:
-        if Path(storage_id).is_absolute():
-            return dict(read_json(Path(storage_id) / METADATA_NAME) or {})
-        metadata: dict[str, Any] = super().get_metadata(storage_id)
-        return metadata
+    def _record_of(self, storage_id: str) -> Path | None:
+        """Return the path of ``--resume``; None for a uuid."""
+        return Path(storage_id) if Path(storage_id).is_absolute() else None
 
 
 def _selected_files(source: Path, selector: Callable[[str], bool] | None) -> dict[str, FileEntry]:
@@ -590,10 +546,7 @@ def open_checkpoint_store(
             if isinstance(manager, _CheckpointDirectory):
                 paths.setdefault(manager.path, None)
             for path, deletion in paths.items():
-                for name, num_bytes in remove_incomplete_checkpoints(path, deletion).items():
-                    logger.warning(
-                        "removed checkpoint %s, which was never completed (%s bytes)", name, f"{num_bytes:,}"
-                    )
+                remove_incomplete_checkpoints(path, deletion)
         store = LocalCheckpointContext(
             dist,
             checkpoints_path,

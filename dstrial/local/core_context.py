@@ -208,8 +208,7 @@ def mirror(
     """
     is_chief = core_context.distributed.rank == 0
     if is_chief:
-        for name, num_bytes in remove_incomplete_checkpoints(run_directory.checkpoints_path).items():
-            logger.info("removed checkpoint %s, which was never completed (%s bytes)", name, f"{num_bytes:,}")
+        remove_incomplete_checkpoints(run_directory.checkpoints_path)
     train = _train_context(run_directory, exp_conf, is_chief=is_chief, cluster=core_context.train)
     # The user's keep policy applies during training; the master applies its defaults at the end.
     submitted = read_json(run_directory.submission_path) or {}

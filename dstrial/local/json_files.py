@@ -75,19 +75,12 @@ def read_json(path: Path) -> Any:
         DstrialError: the file is not JSON.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except UnicodeDecodeError as error:
+    except ValueError as error:
         raise DstrialError(
-            f"{path} is not text ({error}); expected a document written by dstrial. Restore the file or remove it."
-        ) from error
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DstrialError(
-            f"{path}:{error.lineno} is not JSON ({error.msg}); expected a document written by dstrial. "
-            "Restore the file or remove it."
+            f"{path} is not JSON ({error}); expected a document written by dstrial. Restore the file or remove it."
         ) from error
 
 
@@ -126,12 +119,8 @@ def repair_json_lines(path: Path) -> bool:
     if not content or content.endswith(b"\n"):
         return False
     start = content.rfind(b"\n") + 1
-    try:
-        is_whole = isinstance(json.loads(content[start:]), dict)
-    except ValueError:
-        is_whole = False
     with path.open("r+b") as file:
-        if is_whole:
+        if _object_of(content[start:]) is not None:
             file.seek(0, os.SEEK_END)
             file.write(b"\n")
         else:
@@ -141,10 +130,10 @@ def repair_json_lines(path: Path) -> bool:
     return True
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
+def read_json_lines(path: Path, *, containing: bytes = b"") -> list[dict[str, Any]]:
     """Return the rows of a file of JSON lines; [] if the file does not exist.
 
-    A last line without line break is left out.
+    Lines without the bytes ``containing``, and a last line without line break, are left out.
 
     Raises:
         DstrialError: a complete line is no JSON object.
@@ -155,11 +144,10 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         return []
     rows: list[dict[str, Any]] = []
     for line_idx, line in enumerate(content.split(b"\n")[:-1]):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict):
+        if containing not in line:
+            continue
+        row = _object_of(line)
+        if row is None:
             shown = line[:60].decode(errors="replace")
             raise DstrialError(
                 f"{path}:{line_idx + 1} is {shown!r}; expected a JSON object. Remove the line to go on."
@@ -174,35 +162,30 @@ class JsonLinesTail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset_bytes = 0
-        self._file_id: tuple[int, int] | None = None
+        self._inode: int | None = None
 
-    def poll(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Return whether the file was replaced or truncated, and the new rows.
+    def poll(self) -> list[dict[str, Any]]:
+        """Return the rows since the last call; all rows if the file was replaced.
 
-        New rows are those since the last call. After a replacement all rows of the file are new. Lines that are no JSON object
-        are left out.
+        Lines that are no JSON object are left out.
         """
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
-                file_id = (status.st_dev, status.st_ino)
-                is_void = self._file_id not in (None, file_id) or status.st_size < self._offset_bytes
-                if is_void:
-                    self._offset_bytes = 0
-                self._file_id = file_id
+                if status.st_ino != self._inode or status.st_size < self._offset_bytes:
+                    self._offset_bytes, self._inode = 0, status.st_ino
                 file.seek(self._offset_bytes)
                 content = file.read()
         except FileNotFoundError:
-            is_void, self._offset_bytes, self._file_id = self._file_id is not None, 0, None
-            return is_void, []
+            return []
         end = content.rfind(b"\n") + 1
         self._offset_bytes += end
-        rows = []
-        for line in content[:end].splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                rows.append(row)
-        return is_void, rows
+        return [row for line in content[:end].splitlines() if (row := _object_of(line)) is not None]
+
+
+def _object_of(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None

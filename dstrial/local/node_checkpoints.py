@@ -186,6 +186,8 @@ class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # my
     which may be equal on two machines.)
     """
 
+    _settings: Mapping[str, Any] | None = None  # the external storage of the files; None if there is none
+
     @classmethod
     def of_cluster(
         cls, cluster: core.CheckpointContext, manager: ObjectStorageManager | None
@@ -264,13 +266,29 @@ class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # my
         *,
         selector: Callable[[str], bool] | None = None,
     ) -> Iterator[Path]:
-        manager = self._storage_manager
-        if not isinstance(manager, ObjectStorageManager):
-            with super().restore_path(storage_id, download_mode, selector=selector) as path:
-                yield path
-            return
-        with self._restored(manager, storage_id, download_mode, selector) as path:
+        """Yield a checkpoint's directory; the id is a uuid or, where records are kept, a path.
+
+        Ranks: any; with object storage all, collectively, unless ``download_mode`` is ``NoSharedDownload``.
+        """
+        manager, record = self._storage_manager, self._record_of(storage_id)
+        if record is not None:
+            restored = self._restored_from(record, self._settings, download_mode, selector)
+        elif isinstance(manager, ObjectStorageManager):
+            restored = self._restored(manager, storage_id, download_mode, selector)
+        else:
+            restored = super().restore_path(storage_id, download_mode, selector=selector)
+        with restored as path:
             yield path
+
+    def get_metadata(self, storage_id: str) -> dict[str, Any]:
+        record = self._record_of(storage_id)
+        found = super().get_metadata(storage_id) if record is None else read_json(record / METADATA_NAME)
+        return dict(found or {})
+
+    def _record_of(self, storage_id: str) -> Path | None:
+        """Return the local directory with a checkpoint's metadata and marker; None without."""
+        del storage_id
+        return None
 
     @contextlib.contextmanager
     def _restored_from(

@@ -208,7 +208,6 @@ class RunDirectory:
         ``path`` must not exist or be an empty directory; None chooses a new path below ``runs_dir``.
         """
         started = utc_now()
-        is_named = path is not None
         if path is None:
             path = new_run_path(runs_dir, name, started)
         run_directory = cls(path.absolute())
@@ -226,15 +225,10 @@ class RunDirectory:
             run_directory.write_config(config)
             run_directory._write_record(record)
         except OSError as error:
-            if is_named:
-                raise LaunchError(
-                    f"the run directory is {str(path)!r}, where {error.filename or path} cannot be made ({error.strerror}); "
-                    "expected a directory that can be written to. Name another one."
-                ) from error
             raise LaunchError(
-                f"the directory of all runs is {str(runs_dir)!r}, where {error.filename or path} cannot be made "
-                f"({error.strerror}); expected a directory that can be written to. Name another one with --runs-dir or "
-                f"{RUNS_DIR_VARIABLE}."
+                f"the run directory is {run_directory.path}, where {error.filename or path} cannot be made "
+                f"({error.strerror}); expected a directory that can be written to. Name another one with --run-dir, --runs-dir "
+                f"or {RUNS_DIR_VARIABLE}."
             ) from error
         return run_directory
 
@@ -278,17 +272,8 @@ class RunDirectory:
     def read_record(self) -> RunRecord:
         raw = read_json(self.record_path)
         try:
-            return RunRecord(
-                name=str(raw["name"]),
-                context_dir=str(raw["context_dir"]),
-                command=tuple(raw["command"]),
-                started=str(raw["started"]),
-                state=RunState(raw["state"]),
-                num_attempts=int(raw["num_attempts"]),
-                ended=raw["ended"],
-                failure=raw["failure"],
-                allocation_id=raw["allocation_id"],
-            )
+            changes = {"command": tuple(raw["command"]), "state": RunState(raw["state"])}
+            return RunRecord(**{**raw, **changes})
         except (KeyError, TypeError, ValueError) as error:
             raise DstrialError(
                 f"{self.record_path} is {raw!r}; expected the record of a run. Restore the file, or start "

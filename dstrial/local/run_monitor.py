@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -24,13 +25,10 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunView:
-    """Progress and newest metrics of a run at one moment; None means unknown."""
+    """Progress of a run at one moment; None means unknown."""
 
     batches_trained: int | None = None
     batches_total: int | None = None
-    loss: tuple[str, float] | None = None  # name and value of the newest training loss
-    validation: tuple[str, float] | None = None  # name and value of the searcher metric
-    samples_per_second: float | None = None  # over all replicas
     new_reports: tuple[Report, ...] = ()
 
 
@@ -40,64 +38,37 @@ class RunMonitor:
     ``since`` is the attempt's start time, ISO 8601 in UTC; earlier reports are left out.
     """
 
-    def __init__(self, run_directory: RunDirectory, *, metric: str | None, since: str) -> None:
+    def __init__(self, run_directory: RunDirectory, *, since: str) -> None:
         self._run_directory = run_directory
-        self._metric = metric
         self._since = since
         self._told_until = ""
         self._tail = JsonLinesTail(run_directory.metrics_path)
         self._view = RunView()
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether this attempt has trained a batch, by its reports or progress."""
-        return bool(self._view.batches_trained)
-
     def poll(self) -> RunView:
         """Return the current view; ``new_reports`` has the reports since the last call."""
-        _, rows = self._tail.poll()
-        new_reports: list[Report] = []
-        for row in rows:
-            if row["steps_completed"] is None:
-                continue  # system metrics of the machine
-            # A resume replaces the file; `poll` then returns earlier rows again.
-            if row["time"] >= self._since and row["time"] > self._told_until:
+        reports: list[Report] = []
+        for row in self._tail.poll():
+            # System metrics have no batch. A resume replaces the file; `poll` then returns earlier rows again.
+            if (
+                row["steps_completed"] is not None
+                and row["time"] >= self._since
+                and row["time"] > self._told_until
+            ):
                 self._told_until = row["time"]
-                new_reports.append(to_report(str(row["group"]), int(row["steps_completed"]), row["metrics"]))
-        batches_trained, batches_total = self._progress()
-        self._view = dataclasses.replace(
-            self._view,
-            batches_trained=batches_trained,
-            batches_total=batches_total,
-            new_reports=tuple(new_reports),
-        )
-        for report in new_reports:
-            self._view = self._with(self._view, report)
-        return self._view
-
-    def _progress(self) -> tuple[int | None, int | None]:
-        # Reports may be ahead of the progress file.
-        known = self._view.batches_trained, self._view.batches_total
-        try:
+                reports.append(to_report(str(row["group"]), int(row["steps_completed"]), row["metrics"]))
+        trained, total = self._view.batches_trained or 0, self._view.batches_total
+        with contextlib.suppress(DstrialError):
             progress = read_json(self._run_directory.progress_path) or {}
-        except DstrialError:
-            return known
-        if progress.get("time", "") < self._since or "batches_trained" not in progress:
-            return known
-        return max(int(progress["batches_trained"]), known[0] or 0), int(progress["batches_total"])
-
-    def _with(self, view: RunView, report: Report) -> RunView:
-        if report.group == "validation":
-            named = named_metric(report, self._metric)
-            return dataclasses.replace(view, validation=named or view.validation)
-        if report.group == "training":
-            return dataclasses.replace(
-                view,
-                batches_trained=max(report.steps_completed, view.batches_trained or 0),
-                loss=named_metric(report, "loss") or view.loss,
-                samples_per_second=report.metrics.get("samples_per_second", view.samples_per_second),
-            )
-        return view
+            if progress.get("time", "") >= self._since and "batches_trained" in progress:
+                trained, total = (
+                    max(int(progress["batches_trained"]), trained),
+                    int(progress["batches_total"]),
+                )
+        # Reports may be ahead of the progress file.
+        trained = max([trained, *(one.steps_completed for one in reports if one.group == "training")])
+        self._view = RunView(trained or None, total, tuple(reports))
+        return self._view
 
 
 def to_report(group: str, steps_completed: int, metrics: Mapping[str, Any]) -> Report:
@@ -146,7 +117,7 @@ def report_line(report: Report, batches_total: int | None, metric: str | None) -
 def read_validations(run_directory: RunDirectory, metric: str | None) -> dict[int, float]:
     """Return ``steps_completed`` -> newest value of ``metric``, NaN included."""
     values: dict[int, float] = {}
-    for row in read_json_lines(run_directory.metrics_path):
+    for row in read_json_lines(run_directory.metrics_path, containing=b'"group": "validation"'):
         value = metric_number(row["metrics"].get(metric)) if row["group"] == "validation" else None
         if value is not None:
             values[int(row["steps_completed"])] = value

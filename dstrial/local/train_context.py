@@ -25,9 +25,7 @@ from determined import core
 from dstrial.errors import RankError, TrialContractError
 from dstrial.file_writes import replace_file
 from dstrial.local.json_files import (
-    JsonLinesTail,
     append_json_line,
-    metric_number,
     read_json,
     read_json_lines,
     repair_json_lines,
@@ -35,6 +33,7 @@ from dstrial.local.json_files import (
     write_json_atomically,
 )
 from dstrial.local.run_directory import LOCAL_ID, RunDirectory, utc_now
+from dstrial.local.run_monitor import read_validations
 
 logger = logging.getLogger("dstrial.local")
 
@@ -75,11 +74,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         self._exp_id = LOCAL_ID if cluster is None else cluster._exp_id
         self._trial_id = LOCAL_ID if cluster is None else cluster._trial_id
         self._metrics = None if cluster is None else cluster._metrics
-        self._tail = JsonLinesTail(run_directory.metrics_path)
-        self._reading = threading.Lock()
         self._writing = threading.Lock()
-        self._searcher_metric_by_step: dict[int, float] = {}
-        self._last_validation: int | None = None
         self._progress: dict[str, Any] = {}
         self._progress_is_pending = False
         self._progress_written_at_s = -math.inf
@@ -214,28 +209,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
 
     def validations(self) -> dict[int, float]:
         """Return ``steps_completed`` -> searcher metric, NaN included; thread-safe."""
-        with self._reading:
-            self._read_validations()
-            return dict(self._searcher_metric_by_step)
-
-    def _read_validations(self) -> None:
-        is_void, rows = self._tail.poll()
-        if is_void:
-            self._searcher_metric_by_step.clear()
-            self._last_validation = None
-        for row in rows:
-            if row["group"] != VALIDATION_GROUP:
-                continue
-            steps_completed = int(row["steps_completed"])
-            self._last_validation = max(steps_completed, self._last_validation or 0)
-            value = metric_number(row["metrics"].get(self._metric))
-            if value is not None:
-                self._searcher_metric_by_step[steps_completed] = value
-
-    def _get_last_validation(self) -> int | None:
-        with self._reading:
-            self._read_validations()
-            return self._last_validation
+        return read_validations(self._run_directory, self._metric)
 
     def get_experiment_best_validation(self) -> float | None:
         """Return the best searcher metric of this run, ignoring NaN; None without one."""

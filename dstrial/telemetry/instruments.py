@@ -248,7 +248,7 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
 
     @property
     def peak_flops_per_s(self) -> float | None:
-        """The data sheet's peak FLOP/s of this rank's device; None on the CPU or if unknown."""
+        """The data sheet's peak FLOP/s of this rank's device; None if unknown."""
         if self._device.type != "cuda":
             return None
         dtype = str(compute_dtype(self._engines[0])).removeprefix("torch.")

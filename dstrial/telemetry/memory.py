@@ -16,36 +16,19 @@ from typing import Any, TypeVar
 import torch
 
 from dstrial.engine.deepspeed_internals.engines import steps_next
-from dstrial.engine.memory import ACTIVATIONS, ALL_PARTS, MemorySplit, memory_parts
+from dstrial.engine.memory import ACTIVATIONS, ALL_PARTS, MemorySplit
 from dstrial.engine.model_flops import FlopCounter
 
 logger = logging.getLogger("dstrial.telemetry")
 
 ResultT = TypeVar("ResultT")
 
-_STATUS = Path("/proc/self/status")
-_COUNTERS = {"VmRSS": "process_memory_bytes", "VmHWM": "process_peak_memory_bytes"}
-
 PEAK = "tensors_peak_bytes"  # maximum of all live tensors on the device, tracked operation by operation
 HOST = "host_tensors_bytes"  # engine state that is offloaded to the host
-UNATTRIBUTED = "unattributed_bytes"  # after a step: the device's counter minus the sum of the measured parts
 
 BY_OPERATIONS = "storages of tensors; activations and peak operation by operation"
 BY_COUNTERS = "storages of tensors; activations by the device's counter"
 BY_STORAGES = "storages of tensors; activations unknown"
-
-
-def process_memory(status: str) -> dict[str, int]:
-    """Return a process's current and peak memory (RSS) in bytes, by counter name.
-
-    ``status`` is the text of ``/proc/PID/status``.
-    """
-    found = {}
-    for line in status.splitlines():
-        name, _, value = line.partition(":")
-        if name in _COUNTERS:
-            found[_COUNTERS[name]] = int(value.split()[0]) * 1024
-    return found
 
 
 def memory_now(accelerator: Any) -> dict[str, int]:
@@ -53,10 +36,9 @@ def memory_now(accelerator: Any) -> dict[str, int]:
 
     Does not synchronise the device. On the CPU, there are only counters of the process.
     """
-    try:
-        found = process_memory(_STATUS.read_text())
-    except OSError:
-        found = {}
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    counters = {"process_memory_bytes": "VmRSS", "process_peak_memory_bytes": "VmHWM"}
+    found = {name: int(status[key].split()[0]) * 1024 for name, key in counters.items()}
     if accelerator.device_name() == "cpu":
         return found
     for name, read in (
@@ -147,10 +129,6 @@ class FirstBatchMemory:
             self._found[PEAK] = split.peak_bytes
         if on_host := sum(split.host.values()):
             self._found[HOST] = on_host
-        allocated = self._allocated()
-        if allocated is not None:
-            on_device, _ = memory_parts(self._engines, self._is_host)
-            self._found[UNATTRIBUTED] = max(0, allocated - sum(on_device.values()))
         self.found_by = self._how
 
     def _is_host(self, device: torch.device) -> bool:

@@ -19,9 +19,6 @@ PHASES = ("forward", "backward", "step", "stages")
 HOST_CLOCK = "host clock"
 DEVICE_CLOCK = "device events"
 
-_SLOW_RATIO = 1.2
-_SLOW_SHARE = 0.02
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankSample:
@@ -128,7 +125,7 @@ def tokens_of(samples: Sequence[RankSample]) -> int | None:
 
 
 def compute_rates(samples: Sequence[RankSample], peak_flops_per_s: float | None) -> dict[str, float]:
-    """Return TFLOPS per device and, if the peak is known, MFU and HFU; {} without FLOPs."""
+    """Return TFLOPS per device, and MFU and HFU with a known peak; {} without FLOPs."""
     counted = [sample.flops for sample in samples if sample.flops is not None]
     first = samples[0]
     if len(counted) < len(samples) or not first.num_batches or not sum(total for total, _ in counted):
@@ -140,20 +137,6 @@ def compute_rates(samples: Sequence[RankSample], peak_flops_per_s: float | None)
     if peak_flops_per_s is not None:
         found |= {"mfu": model / peak_flops_per_s, "hfu": hardware / peak_flops_per_s}
     return found
-
-
-def slowest_rank(works_ms: Sequence[float], batch_ms: float) -> int | None:
-    """Return the straggler, a rank that works clearly longer than the median; or None.
-
-    ``works_ms`` has each rank's time per batch in phases in which ranks do not wait for each other; ``batch_ms`` is the duration
-    of a batch.
-    """
-    if len(works_ms) < 2:
-        return None
-    rank = max(range(len(works_ms)), key=lambda one: works_ms[one])
-    usual = statistics.median_low(works_ms)
-    stands_out = works_ms[rank] > _SLOW_RATIO * usual and works_ms[rank] - usual > _SLOW_SHARE * batch_ms
-    return rank if stands_out else None
 
 
 @dataclasses.dataclass(slots=True)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dstrial.telemetry.samples import DEVICE_CLOCK, slowest_rank
+from dstrial.telemetry.samples import DEVICE_CLOCK
 
 _WORDS = {
     "data_wait_ms": "data wait",
@@ -15,8 +14,6 @@ _WORDS = {
     "step_ms": "step",
     "stages_ms": "other stages",
 }
-# Phases without waiting for other ranks; backward and step include the wait for the slowest rank.
-_OWN_WORK = ("data_wait_ms", "forward_ms")
 
 _MEMORY = (
     ("device_peak_memory_bytes", "device, peak"),
@@ -32,12 +29,6 @@ _COLUMNS = {
 }
 
 _MIB = 2**20
-_NOTABLE_BYTES = 100 * _MIB
-# A row that explains large buffers: DeepSpeed's default bucket has 500 million elements, even for small models.
-_BUFFERS = (
-    "  buffers",
-    "mostly DeepSpeed's for messages: as large as zero_optimization.reduce_bucket_size says, used or not",
-)
 
 
 def summary_rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -50,17 +41,6 @@ def summary_rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
     batch_ms = 1e3 * float(document["seconds"]) / float(document["num_batches"])
     ranks: Sequence[Mapping[str, float]] = document["ranks"]
     rows = [("speed", _speed(document, batch_ms)), ("step time", _parts(document, ranks))]
-    own_work = [sum(parts.get(name, 0.0) for name in _OWN_WORK) for parts in ranks]
-    slow = slowest_rank(own_work, batch_ms)
-    # Ranks of a pipeline are not compared, because its stages do different work.
-    if slow is not None and not any("stages_ms" in parts for parts in ranks):
-        others = statistics.median_low(own_work)
-        rows.append(
-            (
-                "slowest rank",
-                f"{slow}: {own_work[slow]:.3g} ms of data wait and forward a batch; others {others:.3g} ms",
-            )
-        )
     rows.append(_compute(document))
     if memory := _memory(document["memory_bytes"]):
         rows.append(("memory", memory))
@@ -153,16 +133,10 @@ def memory_rows(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
         name = f"  rank {rank}" + (", most" if rank == worst and len(measured) > 1 else "")
         rows.append((name, [_cell(measured[rank].get(key)) for key in columns]))
     widths = [max(len(cells[idx]) for _, cells in rows) for idx in range(len(columns))]
-    table = [
+    return [
         (name, "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
         for name, cells in rows
     ]
-    return [*table, _BUFFERS] if any(_is_mostly_buffers(measured[rank]) for rank in chosen) else table
-
-
-def _is_mostly_buffers(parts: Mapping[str, float]) -> bool:
-    others = sum(parts.get(key, 0) for key in _COLUMNS if key not in ("buffers_bytes", "tensors_peak_bytes"))
-    return parts.get("buffers_bytes", 0) > max(others, _NOTABLE_BYTES)
 
 
 def _cell(num_bytes: float | None) -> str:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 import re
-import shutil
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -127,59 +124,3 @@ def test_status_leaves_wal_of_killed_master_unchanged(master: MasterForTest) -> 
     assert log.read_bytes() == before
     master.up()
     assert submit(master.client()) == 2
-
-
-def test_damaged_database_page_gives_503_with_restore_hint(master: MasterForTest) -> None:
-    client = master.client()
-    for _ in range(40):
-        submit(client)
-    copied = master.dstrial("backup")  # also checks that the database is undamaged so far
-    assert copied.returncode == 0
-    master.dstrial("down", "--now")
-    master.up()
-    damage_table(master.state.database_path, "experiments")
-
-    statuses = set()
-    for number in range(1, 41):
-        status, body = ask(master, f"/api/v1/experiments/{number}")
-        statuses.add(status)
-        if status == 503:
-            assert "is damaged" in body
-            assert "dstrial restore" in body
-    assert statuses <= {200, 503}
-    assert 503 in statuses
-    shown = master.dstrial("status")
-    assert "trouble:" in shown.stdout
-    assert "is damaged" in shown.stdout
-    assert json.loads(master.dstrial("status", "--json").stdout)["trouble"]
-
-
-def ask(master: MasterForTest, path: str) -> tuple[int, str]:
-    """Send a GET request; return the status and body of the response."""
-    token = master.client().token
-    connection = http.client.HTTPConnection("127.0.0.1", master.record.port, timeout=30)
-    try:
-        connection.request("GET", path, headers={"Authorization": f"Bearer {token}"})
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode()
-    finally:
-        connection.close()
-
-
-def damage_table(path: Path, table: str) -> None:
-    """Overwrite part of every leaf page of a table except the first."""
-    looked_at = path.with_name("looked_at")
-    shutil.copy(path, looked_at)
-    with contextlib.closing(sqlite3.connect(f"file:{looked_at}?immutable=1", uri=True)) as connection:
-        pages = [
-            row[0]
-            for row in connection.execute(
-                "SELECT pageno FROM dbstat WHERE name = ? AND pagetype = 'leaf' ORDER BY pageno", (table,)
-            )
-        ]
-    looked_at.unlink()
-    assert len(pages) > 2
-    with path.open("r+b") as file:
-        for page in pages[1:]:
-            file.seek((page - 1) * 4096)
-            file.write(b"\xff" * 64)

@@ -138,7 +138,6 @@ def test_check_reports_context_directory_size(context):
         said.stdout,
         re.M,
     )
-    assert "warning: the context directory has 40 MB, data/ alone 40 MB;" in said.stdout
     assert (found["context"]["largest"], found["context"]["left_out"]) == ("data/", [".venv/"])
     os.truncate(context / "data" / "large.bin", 96 * 2**20)
     refused = check(context, "exp.yaml", ".")
@@ -156,14 +155,6 @@ def test_every_shipped_config_passes_check():
         assert result.returncode == 0, f"{config}\n{result.stderr}"
         warnings = [line for line in result.stdout.splitlines() if line.startswith("warning")]
         assert all("is a search space" in line for line in warnings), warnings
-
-
-def test_command_line_overwrite_error_names_full_key(context):
-    key = "hyperparameters.overwrite_deepspeed_args.train_batch_size"
-    result = check(context, "exp.yaml", ".", "--config", f"{key}=63")
-
-    assert result.returncode == 1
-    assert f"--config: {key} is 63 = 4" in result.stderr
 
 
 def test_explain_masks_monitor_api_keys(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -17,7 +16,6 @@ import torch
 from safetensors.torch import load_file
 
 from dstrial.checkpoint.manifest import read_manifest, write_manifest
-from dstrial.cli.checkpoint_export import size_argument
 
 pytestmark = pytest.mark.ranks
 
@@ -220,16 +218,6 @@ def test_export_of_experts_is_complete_or_rejected(
     assert exit_code == 1
     assert "its experts are spread over 2 ranks" in err
     assert [path.name for path in tmp_path.iterdir()] == ["whole.safetensors"]
-
-
-@pytest.mark.parametrize(
-    ("text", "num_bytes"), [("5GB", 5 * 10**9), ("500MiB", 500 << 20), ("1.5kb", 1500), ("12", 12)]
-)
-def test_size_argument_parses_decimal_and_binary_units(text: str, num_bytes: int) -> None:
-    assert size_argument(text) == num_bytes
-    for wrong in ("", "GB", "-1GB", "5 parsecs", "0", "0.5"):
-        with pytest.raises(argparse.ArgumentTypeError, match="expected for example 5GB"):
-            size_argument(wrong)
 
 
 def test_export_warns_of_diverged_tied_layer_copies(

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from dstrial.checkpoint.completion_marker import write_marker
-from dstrial.object_storage import STORAGE_KEY
 from dstrial.testing.master import MasterForTest
 
 pytestmark = pytest.mark.ranks
@@ -153,16 +151,3 @@ def test_verify_finds_uuid_through_running_master(
     )
     assert unknown.returncode == 1
     assert "does not know it" in unknown.stderr
-
-
-def test_verify_shows_storage_error_for_unknown_checkpoint(
-    shared_master: MasterForTest, tmp_path: Path
-) -> None:
-    record = tmp_path / "0f4f1f9e-8f0a-4c3e-9a53-00000000000e"
-    record.mkdir()
-    storage = {"type": "s3", "bucket": "b", "endpoint_url": "http://127.0.0.1:1"}
-    write_marker(record, {"uuid": record.name, STORAGE_KEY: storage})
-    done = shared_master.dstrial("checkpoint", "verify", str(record))
-    assert done.returncode == 1
-    assert f"the download of s3://b/{record.name}" in done.stderr
-    assert "does not know it" not in done.stderr

@@ -98,17 +98,12 @@ def experiment(state: str, exit_code: int | None = 0, end_reason: str | None = N
         (
             FollowResult(experiment("PAUSED"), "SIGINT", is_detached=True),
             COMPLETED,
-            Verdict(
-                RunState.STOPPED,
-                130,
-                "left to the master, which has saved batch 384 so far",
-                may_continue=True,
-            ),
+            Verdict(RunState.STOPPED, 130, "left to the master, which has saved batch 384 so far"),
         ),
         (
             FollowResult(experiment("ACTIVE"), None, is_master_gone=True),
             COMPLETED,
-            Verdict(RunState.STOPPED, 1, "the master has ended", may_continue=True),
+            Verdict(RunState.STOPPED, 1, "the master has ended"),
         ),
     ],
 )

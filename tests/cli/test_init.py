@@ -35,23 +35,6 @@ def test_init_refuses_to_overwrite_files(tmp_path: Path, capsys: pytest.CaptureF
     assert (tmp_path / "exp.yaml").read_text() == "mine"
 
 
-@pytest.mark.parametrize(("target", "reason"), [("file", "File exists"), ("file/new", "Not a directory")])
-def test_init_onto_file_fails_without_traceback(
-    target: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("mine")
-
-    assert main(["init", str(tmp_path / target)]) == 1
-
-    assert f"{tmp_path / target} cannot be written ({reason})" in capsys.readouterr().err
-
-
-def test_init_quotes_directory_in_printed_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["init", str(tmp_path / "my project")]) == 0
-
-    assert f"cd '{tmp_path / 'my project'}' && dstrial run" in capsys.readouterr().out
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_project_of_template_trains_and_is_listed(

@@ -151,28 +151,6 @@ def test_wrong_settings_and_missing_logs_are_clear_errors(tmp_path: Path, dstria
     assert "does not exist; expected the log of a master" in err
 
 
-def test_concurrent_up_starts_single_master(tmp_path: Path) -> None:
-    env = {
-        **os.environ,
-        **VARIABLES,
-        "DSTRIAL_STATE_DIR": str(tmp_path / "s"),
-        "XDG_CONFIG_HOME": str(tmp_path),
-    }
-    command = [sys.executable, "-m", "dstrial.cli", "up", "--port", "0", "--slots", "1"]
-    starts = [
-        warm_start.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in "ab"
-    ]
-    errors = [start.communicate(timeout=60)[1].decode() for start in starts]
-    state = StateDirectory(tmp_path / "s")
-    try:
-        assert state.running() is not None
-        for start, error in zip(starts, errors, strict=True):
-            assert start.returncode == 0 or "is in use by process" in error
-        assert any(start.returncode == 0 for start in starts)
-    finally:
-        warm_start.run_command([sys.executable, "-m", "dstrial.cli", "down", "--now"], env=env, check=True)
-
-
 def test_status_shows_address_slots_experiments_and_disk(master: MasterForTest) -> None:
     shown = master.dstrial("status")
     assert shown.returncode == 0
@@ -273,18 +251,3 @@ def test_foreground_up_shows_log_until_ctrl_c(tmp_path: Path) -> None:
     assert "serving at http://localhost:" in text
     assert "the master has ended" in text
     assert "Traceback" not in text
-
-
-def test_up_reuses_state_directory_after_port_error(master: MasterForTest, tmp_path: Path) -> None:
-    other = StateDirectory(tmp_path / "other")
-    port = master.record.port
-    ended = master.dstrial("up", "--state-dir", str(other.path), "--port", str(port))
-    assert ended.returncode == 1
-    assert ended.stderr.startswith(f"port {port} of 127.0.0.1 is taken by another program")
-    assert "Traceback" not in ended.stderr
-    assert other.running() is None
-    ended = master.dstrial("up", "--state-dir", str(other.path), "--port", "0", "--slots", "1")
-    try:
-        assert ended.returncode == 0, ended.stderr
-    finally:
-        master.dstrial("down", "--now", "--state-dir", str(other.path))

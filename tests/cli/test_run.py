@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import pty
 import re
 import shlex
 import shutil
@@ -219,15 +218,6 @@ class TestScripts:
         assert again is not None
         assert again.experiment_id == submission.experiment_id
 
-    def test_ctrl_c_kills_hanging_ranks_after_timeout(self, make_project: MakeProject) -> None:
-        hangs = "is_stopping = True\n            time.sleep(600)"
-        project = make_project(CORE_API_SCRIPT.replace("is_stopping = True", hangs), "python3 train.py wait")
-        command = project.command("--config", "preemption_timeout=2")
-        code, output = run_and_signal(project, command, "waiting for a signal", [signal.SIGINT])
-        assert code == 130
-        assert "ranks that have not ended after 2 s (preemption_timeout) are killed" in output
-        assert "forcibly killing allocation: it did not stop within preemption_timeout (2 s)" in output
-
     def test_run_interrupted_by_down_continues_after_up(
         self, make_project: MakeProject, tmp_path: Path
     ) -> None:
@@ -264,34 +254,6 @@ class TestScripts:
             assert view is not None
             assert (view.state, view.trials[0].num_allocations) == ("COMPLETED", 2)
             assert experiment_view(master.state, 2) is None
-
-    def test_sigint_with_closed_stdout_saves_and_summarizes(self, make_project: MakeProject) -> None:
-        """The summary appears on the terminal that standard error is connected to."""
-        project = make_project(CORE_API_SCRIPT, "python3 train.py wait")
-        ours, theirs = pty.openpty()
-        with started(project, project.command(), stderr=theirs, popen=subprocess.Popen) as process:
-            os.close(theirs)
-            assert process.stdout is not None
-            while "waiting for a signal" not in process.stdout.readline():
-                pass
-            process.stdout.close()
-            process.send_signal(signal.SIGINT)
-            shown = b"".join(_read_until_closed(ours)).decode()
-            assert process.wait(DEADLINE_S) == 130, shown
-        os.close(ours)
-        assert "state:         stopped at batch 5 of 10 (SIGINT)" in shown
-        assert "Traceback" not in shown
-        (run_directory,) = project.run_directories()
-        assert run_directory.read_record().state is RunState.STOPPED
-        assert len(list_checkpoints(run_directory.checkpoints_path)) == 1
-
-    def test_run_of_missing_program_fails_with_its_name(self, make_project: MakeProject) -> None:
-        project = make_project(CORE_API_SCRIPT, "no-such-program")
-        ended = project.run()
-        assert ended.returncode == 2
-        assert "the command is 'no-such-program'; expected a program that can be run" in ended.stdout
-        (run_directory,) = project.run_directories()
-        assert run_directory.read_record().state is RunState.FAILED
 
     def test_resume_from_named_checkpoint_keeps_later_checkpoints(self, make_project: MakeProject) -> None:
         project = make_project(CORE_API_SCRIPT, "python3 train.py wait")
@@ -350,24 +312,6 @@ class TestScripts:
         ended = warm_start.run_command(command, env=dict(project.env), capture_output=True, text=True)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert RunDirectory(own).read_record().num_attempts == 1
-
-    def test_resume_latest_skips_run_stopped_before_training(self, make_project: MakeProject) -> None:
-        project = make_project(CORE_API_SCRIPT)
-        assert project.run().returncode == 0
-        (older,) = project.run_directories()
-        train = project.directory / "train.py"
-        ignores = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
-        train.write_text(f"import signal, time\n{ignores}\nprint('up', flush=True)\ntime.sleep(600)\n")
-        code, output = run_and_signal(project, project.command(), "up", [signal.SIGINT])
-        assert code == 130
-        assert "stopping all ranks; ranks that have not ended after 600 s" in output
-        assert "state:         stopped (SIGINT; no checkpoint)" in output
-        assert re.search(r"or with: +(\S*/)?det experiment activate \d+", output)
-        train.write_text(CORE_API_SCRIPT)
-        ended = project.run("--resume", "latest")
-        assert ended.returncode == 0, ended.stderr
-        assert f"has no complete checkpoint; going on with {older.path}" in ended.stderr
-        assert older.read_record().num_attempts == 2
 
 
 def wait_until_settled(master: MasterForTest, experiment_id: int) -> ExperimentView:
@@ -521,46 +465,6 @@ def test_trial_is_tested_stopped_and_resumed(
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert f"completed at batch {length} of {length} (nothing was left to train)" in ended.stdout
     assert run_directory.read_record().state is RunState.COMPLETED
-
-
-@pytest.mark.ranks
-def test_exit_0_in_training_fails_run_and_experiment(
-    make_project: MakeProject, shared_master: MasterForTest
-) -> None:
-    exits = "        if batch_idx == 6:\n            raise SystemExit\n        loss ="
-    project = make_project(TRIAL.replace("        loss =", exits, 1))
-    project.config.write_text(TRIAL_CONFIG)
-    (project.directory / "ds_config.json").write_text(json.dumps(DEEPSPEED_CONFIG))
-    ended = project.run()
-    assert ended.returncode == 1
-    assert re.search(r"rank \d failed first \(", ended.stderr)
-    assert "ends the rank with exit code 0 at batch 6 of 4000" in ended.stderr
-    (run_directory,) = project.run_directories()
-    assert run_directory.read_record().state is RunState.FAILED
-    submission = Submission.read(run_directory)
-    assert submission is not None
-    view = wait_until_settled(shared_master, submission.experiment_id)
-    assert view.state == "ERROR"
-    assert "ends the rank with exit code 0" in str(view.end_reason)
-
-
-STARTING_UP = TRIAL.replace(
-    "        self.context = context\n",
-    "        import time\n        print('up', flush=True)\n        time.sleep(600)\n",
-)
-
-
-@pytest.mark.ranks
-def test_stop_before_training_promises_no_checkpoint(make_project: MakeProject) -> None:
-    project = make_project(STARTING_UP)
-    project.config.write_text(TRIAL_CONFIG)
-    (project.directory / "ds_config.json").write_text(json.dumps(DEEPSPEED_CONFIG))
-    code, output = run_and_signal(
-        project, project.command("--test", "--slots", "1"), "up", [signal.SIGINT] * 2
-    )
-    assert code == 130, output
-    assert "stopping all ranks, training has not begun; ranks that have not ended after 600 s" in output
-    assert "test stopped by SIGINT; its files are in" in output
 
 
 @pytest.mark.ranks

@@ -42,7 +42,7 @@ def test_killed_run_resumes_from_bucket(
         "checkpoint_storage": bucket.storage(save_trial_latest=2, save_trial_best=0) | bucket.keys_in_config,
     }
     (tmp_path / "exp.yaml").write_text(yaml.safe_dump(config))
-    command = ["run", "exp.yaml", str(PROGRAMS), "--no-progress"]
+    command = ["run", "exp.yaml", str(PROGRAMS)]
 
     killed = shared_master.dstrial(*command, cwd=tmp_path, deadline_s=DEADLINE_S)
 

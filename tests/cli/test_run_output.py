@@ -17,15 +17,12 @@ DEADLINE_S = 240
 HEAD = "Traceback (most recent call last):"
 
 MODEL_DEF = """
-import os
-import threading
-
 import deepspeed
 import torch
 from torch import nn
 from tqdm import tqdm
 
-from dstrial import DataLoader, DeepSpeedTrial, PyTorchCallback
+from dstrial import DataLoader, DeepSpeedTrial
 
 
 class Records(torch.utils.data.Dataset):
@@ -110,35 +107,6 @@ class NoTable(Good):
 class BrokenRecord(Good):
     is_broken = True
     num_workers = 1
-
-
-class TooLarge(Good):
-    def mistake(self):
-        raise MemoryError
-
-
-class FailsLate(Good):
-    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
-        if batch_idx == 5:
-            raise RuntimeError("late")
-        return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
-
-
-class KilledLate(FailsLate):
-    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
-        if batch_idx == 5:
-            os.kill(os.getpid(), 9)
-        return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
-
-
-class Locked(PyTorchCallback):
-    def state_dict(self):
-        return {"lock": threading.Lock()}
-
-
-class Unpicklable(Good):
-    def build_callbacks(self):
-        return {"my_counter": Locked()}
 """
 BROKEN = "import os\nimport no_such_package\n\n\nclass MyTrial:\n    pass\n"
 DS_CONFIG = """
@@ -255,37 +223,6 @@ def test_user_error_prints_single_traceback_of_user_frames(
 
 
 @pytest.mark.ranks
-def test_out_of_memory_prints_usage_and_advice(project: Path, shared_master: MasterForTest) -> None:
-    ended, _ = run(project, shared_master, "model_def:TooLarge")
-    after = ended.stderr.partition("\nMemoryError\n")[2]
-    assert after.startswith("This rank held ")
-    assert "lower train_micro_batch_size_per_gpu (4 now)" in after
-    assert "raise zero_optimization.stage (0 now)" in after
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(("entrypoint", "slots"), [("FailsLate", 2), ("KilledLate", 1)])
-def test_failure_summary_names_batch(
-    entrypoint: str, slots: int, project: Path, shared_master: MasterForTest
-) -> None:
-    ended, _ = run(project, shared_master, f"model_def:{entrypoint}", slots, batches=40)
-    # A rank that is killed may not have written its run's length yet.
-    assert re.search(r"^state: +failed at batch 5( of 40)? \(", ended.stdout, re.M), ended.stdout
-    if entrypoint == "KilledLate":
-        assert ended.returncode == 137
-        assert "rank 0 failed first (killed by SIGKILL" in ended.stderr
-        assert "The largest rank held " in ended.stderr
-
-
-@pytest.mark.ranks
-def test_unpicklable_callback_state_error_names_callback(project: Path, shared_master: MasterForTest) -> None:
-    ended, _ = run(project, shared_master, "model_def:Unpicklable")
-    what = "the state of the callback 'my_counter' cannot be pickled (TypeError: cannot pickle '_thread.lock' object)"
-    assert what in ended.stderr
-    assert len(ended.stderr.splitlines()) < 10, ended.stderr
-
-
-@pytest.mark.ranks
 def test_trial_log_has_single_traceback_and_exit_reason(project: Path, shared_master: MasterForTest) -> None:
     created = shared_master.det(
         *(
@@ -335,12 +272,7 @@ def test_run_hides_library_noise_and_names_best_checkpoint(
     assert found.returncode == 0, found.stdout + found.stderr
     (record,) = (project / "runs").glob("*/*/run.json")
     run_directory = RunDirectory(record.parent)
-    for noise in (
-        "validated ",
-        "learning rate from scheduler before it has started",
-        "reading the table",
-        "it/s",
-    ):
+    for noise in ("validated ",):
         assert noise not in found.stdout + found.stderr
     text = found.stdout[found.stdout.index("state: ") :]
     assert str(run_directory.path) not in found.stdout

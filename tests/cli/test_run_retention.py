@@ -42,9 +42,7 @@ def test_run_and_det_create_keep_same_checkpoints(tmp_path: Path, shared_master:
         "resources: {slots_per_trial: 1}\nsearcher: {name: single, metric: loss, max_length: {batches: 7}}\n"
         f"checkpoint_storage: {{type: shared_fs, host_path: {tmp_path / 'storage'}, {SECTION}}}\n"
     )
-    ended = shared_master.dstrial(
-        "run", "exp.yaml", "context", "--no-progress", cwd=tmp_path, deadline_s=DEADLINE_S
-    )
+    ended = shared_master.dstrial("run", "exp.yaml", "context", cwd=tmp_path, deadline_s=DEADLINE_S)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (record,) = (tmp_path / "runs").glob("*/*/run.json")
     run_directory = RunDirectory(record.parent)
@@ -80,45 +78,3 @@ def test_run_and_det_create_keep_same_checkpoints(tmp_path: Path, shared_master:
     assert completed(submitted.experiment_id) == KEPT
     stored = list_checkpoints(run_directory.checkpoints_path)
     assert sorted(checkpoint.steps_completed for checkpoint in stored) == KEPT
-
-
-RESUMED_SCRIPT = """
-import os
-import determined
-import dstrial
-
-info = determined.get_cluster_info()
-with dstrial.core_context() as context:
-    first = 0
-    resume = info.latest_checkpoint or os.environ.get("DSTRIAL_RESUME")
-    if resume:
-        first = int(context.checkpoint.get_metadata(resume)["steps_completed"])
-    for batch in range(first + 1, info.trial._config["searcher"]["max_length"]["batches"] + 1):
-        context.train.report_validation_metrics(batch, {"loss": 1.0 / batch})
-        with context.checkpoint.store_path({"steps_completed": batch}) as (path, _):
-            (path / "state").write_text(str(batch))
-"""
-
-
-@pytest.mark.ranks
-def test_resumed_run_keeps_checkpoints_of_earlier_experiment(
-    tmp_path: Path, shared_master: MasterForTest
-) -> None:
-    context = tmp_path / "context"
-    context.mkdir()
-    (context / "train.py").write_text(RESUMED_SCRIPT)
-    (tmp_path / "exp.yaml").write_text(
-        "name: goes-on\nentrypoint: python3 -m dstrial.launch train.py\nmax_restarts: 0\n"
-        "resources: {slots_per_trial: 1}\nsearcher: {name: single, metric: loss, max_length: {batches: 3}}\n"
-        "checkpoint_storage: {save_trial_latest: 1, save_trial_best: 0}\n"
-    )
-    longer = ("--resume", "latest", "--config", "searcher.max_length={batches: 6}")
-    for words in ((), longer):
-        ended = shared_master.dstrial(
-            "run", "exp.yaml", "context", "--no-progress", *words, cwd=tmp_path, deadline_s=DEADLINE_S
-        )
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-    (record,) = (tmp_path / "runs").glob("*/*/run.json")
-    checkpoints = RunDirectory(record.parent).checkpoints_path
-    kept = [3, 6]  # the last checkpoint of each experiment
-    wait_for(lambda: sorted(found.steps_completed for found in list_checkpoints(checkpoints)) == kept)

@@ -1,9 +1,8 @@
-"""Output, log and status show why a start waits: busy slots or a compilation."""
+"""Output, log and status show that a start waits for slots."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,23 +19,12 @@ from dstrial.testing.master import MasterForTest, master_for_test
 DEADLINE_S = 300
 
 HOLD_SCRIPT = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.05)\n"
-# The compiler blocks on a named pipe until the test closes it; DeepSpeed builds operators with the same ``load``.
-SOURCE = '#include "{held}"\n'
-COMPILE_SCRIPT = """
-import sys
-import torch
-from torch.utils.cpp_extension import load
-
-load(name="cpu_adam", sources=[sys.argv[1]], is_python_module=False)
-print("compiled", flush=True)
-"""
 CONFIG = """
 name: {name}
 entrypoint: {entrypoint}
 max_restarts: 0
 resources: {{slots_per_trial: {slots}}}
 searcher: {{name: single, metric: loss, max_length: {{batches: 1}}}}
-environment: {{environment_variables: ["TORCH_EXTENSIONS_DIR={extensions}"]}}
 """
 
 
@@ -62,15 +50,11 @@ def project(tmp_path: Path) -> Path:
     context = tmp_path / "context"
     context.mkdir()
     (context / "holds.py").write_text(HOLD_SCRIPT)
-    (context / "compiles.py").write_text(COMPILE_SCRIPT)
-    # Not in the context, which each trial copies: a source at a new path would be compiled again.
-    (tmp_path / "slow.cpp").write_text(SOURCE.format(held=tmp_path / "held.h"))
-    os.mkfifo(tmp_path / "held.h")
     return tmp_path
 
 
 def write_config(project: Path, name: str, entrypoint: str, slots: int) -> str:
-    text = CONFIG.format(name=name, entrypoint=entrypoint, slots=slots, extensions=project / "operators")
+    text = CONFIG.format(name=name, entrypoint=entrypoint, slots=slots)
     (project / f"{name}.yaml").write_text(text)
     return f"{name}.yaml"
 
@@ -107,48 +91,3 @@ def test_waiting_trial_names_holder_of_slots(project: Path, master: MasterForTes
     assert process.returncode == 0, printed
     assert printed.count(text) == 1
     assert starting(master) == []
-
-
-@pytest.mark.ranks
-def test_compiled_operator_is_shown_in_output_and_status(project: Path, master: MasterForTest) -> None:
-    config = write_config(
-        project, "compiling", f"python3 -m dstrial.launch compiles.py {project / 'slow.cpp'}", 1
-    )
-    held = os.open(project / "held.h", os.O_RDWR)
-    process = start_run(master, project, config)
-    try:
-        wait_for(
-            lambda: (
-                process.poll() is not None
-                or any(one.text == "compiling operator cpu_adam" for one in observe.starting(master.state))
-            ),
-            "the status tells of no operator",
-            deadline_s=DEADLINE_S,
-        )
-        assert process.poll() is None, process.communicate()[0]
-        (compiling,) = starting(master)
-        assert compiling["phase"] == "compiling operator cpu_adam"
-        logs = ("trial", "logs", str(compiling["trial"]))
-        wait_for(
-            lambda: "compiling operator cpu_adam since " in master.det(*logs).stdout, "the log tells nothing"
-        )
-    finally:
-        os.close(held)
-        printed, _ = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 0, printed
-    assert "compiled" in printed
-    lines = [line for line in printed.splitlines() if "compiling operator cpu_adam" in line]
-    assert 1 <= len(lines) <= 5, printed
-    told = next(line for line in lines if "since " in line)
-    for part in (
-        "by process ",
-        f"the result is kept in {project / 'operators' / 'cpu_adam'} for the next start",
-        '"torch_adam": true',
-        "`DS_BUILD_OPS=1 pip install deepspeed`",
-    ):
-        assert part in told
-    assert starting(master) == []
-    again = master.dstrial("run", config, "context", "--no-progress", cwd=project, deadline_s=DEADLINE_S)
-    assert again.returncode == 0
-    assert "compiling operator" not in again.stdout + again.stderr
-    assert [path.name for path in (project / "operators").iterdir()] == ["cpu_adam"]

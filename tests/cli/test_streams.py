@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from dstrial.cli.streams import LossTolerantStream, command_of, det_for, seconds_argument
+from dstrial.cli.streams import LossTolerantStream, command_of, det_for
 
 
 def test_stream_drops_writes_after_write_error() -> None:
@@ -68,13 +67,3 @@ def test_det_command_names_non_default_master(
         monkeypatch.setenv("DET_MASTER", variable)
 
     assert det_for("http://localhost:43210") == printed
-
-
-def test_seconds_argument_accepts_zero_only_if_allowed() -> None:
-    assert seconds_argument("0.5") == 0.5
-    assert seconds_argument("0", may_be_zero=True) == 0
-    with pytest.raises(argparse.ArgumentTypeError, match="expected a number above 0"):
-        seconds_argument("0")
-    for text in ("-1", "inf", "nan", "soon"):
-        with pytest.raises(argparse.ArgumentTypeError, match="expected a number of at least 0"):
-            seconds_argument(text, may_be_zero=True)

@@ -45,7 +45,7 @@ def request_of(
     **flags: object,
 ) -> RunRequest:
     (directory / "exp.yaml").write_text(CONFIG.format(entrypoint="ls", more=more))
-    flags = {"test": False, "no_progress": False, "python": "/hosts/python"} | flags
+    flags = {"test": False, "python": "/hosts/python"} | flags
     return RunRequest(
         argparse.Namespace(**flags),
         load_experiment(directory / "exp.yaml", directory),
@@ -139,12 +139,11 @@ def test_command_line_repeats_flags_with_changes() -> None:
         "b=2",
         "--slots",
         "2",
-        "--no-progress",
     ]
     slurm = ["--slurm", "--sbatch-arg=--time=1", "--sbatch-arg=--qos=x"]
     args = parser.parse_args([*words, *slurm, "--detach", "--run-dir", "runs/x/1"])
     assert command_line(args) == [*words, *slurm]
-    changed = [*words[:-2], "4", "--no-progress", "--resume", "latest", *slurm]
+    changed = [*words[:-1], "4", "--resume", "latest", *slurm]
     assert command_line(args, slots=4, resume="latest") == changed
 
 

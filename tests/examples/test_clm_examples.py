@@ -56,7 +56,7 @@ def start(
 ) -> subprocess.Popen[str]:
     path = directory / "experiment.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False))
-    words = ["run", str(path), str(ROOT / "model_defs" / definition), "--no-progress", *options]
+    words = ["run", str(path), str(ROOT / "model_defs" / definition), *options]
     return subprocess.Popen(
         [sys.executable, "-m", "dstrial.cli", *words],
         env={**os.environ, **master.env, "DSTRIAL_RUNS_DIR": str(directory / "runs"), "HF_HUB_OFFLINE": "1"},

@@ -41,9 +41,7 @@ def _dstrial(machine: Machine, place: Path, *words: str) -> Dstrial:
 def _run(machine: Machine, place: Path, *flags: str, batches: int = 20, pause_s: float = 0.1) -> Dstrial:
     settings = [f"hyperparameters.pause_s={pause_s}", f"searcher.max_length.batches={batches}"]
     words = [word for setting in settings for word in ("--config", setting)]
-    return _dstrial(
-        machine, place, "run", "exp.yaml", ".", "--no-progress", "--hostfile", "hosts", *words, *flags
-    )
+    return _dstrial(machine, place, "run", "exp.yaml", ".", "--hostfile", "hosts", *words, *flags)
 
 
 def _run_directory(place: Path) -> Path:

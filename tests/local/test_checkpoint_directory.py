@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.config.experiment_config.config import load_experiment
 from dstrial.local.checkpoint_directory import KeepPolicy, checkpoints_to_delete
 
 CHECKPOINTS = [("a", 100), ("b", 200), ("c", 300), ("d", 400)]
@@ -55,18 +53,6 @@ def test_keep_policy_missing_fields_use_determined_defaults(
     storage: dict[str, object] | None, policy: KeepPolicy | None
 ) -> None:
     assert KeepPolicy.from_config(storage) == policy
-
-
-@pytest.mark.parametrize(
-    ("storage", "policy"), [("", None), ("checkpoint_storage: {save_trial_best: 1}", KeepPolicy(1, 1))]
-)
-def test_keep_policy_is_read_from_experiment_file(
-    storage: str, policy: KeepPolicy | None, tmp_path: Path
-) -> None:
-    path = tmp_path / "exp.yaml"
-    path.write_text(f"searcher: {{name: single, metric: loss, max_length: {{batches: 1}}}}\n{storage}\n")
-    raw = load_experiment(path, tmp_path).raw
-    assert KeepPolicy.from_config(raw["checkpoint_storage"]) == policy
 
 
 @given(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from determined import core
-from rank_processes import names_in, on_ranks
+from rank_processes import on_ranks
 
 from dstrial.errors import CheckpointError
 from dstrial.local.checkpoint_directory import list_checkpoints
@@ -37,39 +36,6 @@ def test_checkpoint_of_two_ranks_is_restored_on_both(tmp_path: Path) -> None:
     assert (checkpoint.uuid, checkpoint.steps_completed) == (name, 5)
     assert read_json(checkpoint.path / "metadata.json") == {"steps_completed": 5, "part": 1}
     assert (tmp_path / "copy" / "shard-1").read_text() == "1"
-
-
-def save_twice_with_a_full_disk_between(
-    dist: core.DistributedContext, path: Path, failing_rank: int
-) -> list[Any]:
-    store = open_checkpoint_store(dist, path)
-
-    def save(steps_completed: int, is_full: bool) -> str:
-        with store.store_path({"steps_completed": steps_completed}, shard=True) as (target, name):
-            (target / f"shard-{dist.rank}").write_text("x")
-            if is_full and dist.rank == failing_rank:
-                Path("/dev/full").write_text("x")
-        return name
-
-    first = save(1, False)
-    try:
-        save(2, True)
-        message = None
-    except CheckpointError as error:
-        message = str(error)
-    left = names_in(path) if dist.rank == 0 else None
-    return [first, message, left, save(3, False)]
-
-
-@pytest.mark.parametrize("failing_rank", [0, 1])
-def test_full_disk_on_one_rank_fails_all_ranks(tmp_path: Path, failing_rank: int) -> None:
-    answers = on_ranks(2, save_twice_with_a_full_disk_between, tmp_path, failing_rank)
-    for first, message, left, third in answers:
-        assert message.startswith(f"a checkpoint could not be saved in {tmp_path}")
-        for words in (f"rank {failing_rank}: OSError", "No space left on device", "bytes free"):
-            assert words in message
-        assert left in (None, [first])
-        assert {entry.uuid for entry in list_checkpoints(tmp_path)} == {first, third}
 
 
 def fail_in_user_code(dist: core.DistributedContext, path: Path) -> None:

@@ -79,14 +79,6 @@ class TestSearcher:
             assert context.searcher.get_configured_units() is core.Unit.BATCHES
         assert read_json(run_directory.progress_path)["progress"] == 0.25
 
-    @pytest.mark.filterwarnings("ignore::FutureWarning")
-    def test_operations_requires_report_completed(self, run_directory: RunDirectory) -> None:
-        with (
-            local_context(run_directory, max_length=1) as context,
-            pytest.raises(RuntimeError, match=r"op\.report_completed\(\)"),
-        ):
-            list(context.searcher.operations())
-
 
 class TestPreempt:
     def test_should_preempt_follows_stop_function(self) -> None:
@@ -103,10 +95,6 @@ class TestPreempt:
         with pytest.raises(RuntimeError, match=r"before PreemptContext\.start"):
             LocalPreemptContext(core.DummyDistributedContext(), lambda: None).should_preempt()
 
-    def test_second_start_raises(self) -> None:
-        with pytest.raises(RuntimeError, match="multiple times"):
-            LocalPreemptContext(core.DummyDistributedContext(), lambda: None).start().start()
-
 
 def ask_whether_to_stop(dist: core.DistributedContext, mode: core.PreemptMode) -> bool:
     reason = "SIGTERM" if dist.rank == 1 else None
@@ -120,18 +108,3 @@ def test_preempt_mode_selects_stopping_ranks() -> None:
     chief, worker = on_ranks(2, ask_whether_to_stop, core.PreemptMode.ChiefOnly)
     assert chief is False
     assert isinstance(worker, RuntimeError)
-
-
-def train_to_the_searchers_length(dist: core.DistributedContext, path: Path) -> list[int]:
-    lengths = []
-    with init(path, {"searcher": {"max_length": 7}}, distributed=dist) as context:
-        for operation in context.searcher._operations():
-            lengths.append(operation.length)
-            if dist.rank == 0:
-                operation.report_completed(1.0)
-    return lengths
-
-
-@pytest.mark.process
-def test_every_rank_gets_searcher_length(run_directory: RunDirectory) -> None:
-    assert on_ranks(2, train_to_the_searchers_length, run_directory.path) == [[7], [7]]

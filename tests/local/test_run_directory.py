@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dstrial.errors import DstrialError, LaunchError
+from dstrial.errors import LaunchError
 from dstrial.local.run_directory import (
-    RUNS_DIR_VARIABLE,
     RunDirectory,
     RunState,
-    default_runs_dir,
     experiment_slug,
     find_runs,
 )
@@ -44,10 +42,6 @@ def test_create_writes_running_record_and_config(tmp_path: Path) -> None:
     assert run_directory.checkpoints_path.is_dir()
     assert run_directory.tensorboard_path.is_dir()
     assert run_directory.attempt_logs_path(1) == run_directory.path / "logs" / "attempt_1"
-
-
-def test_create_in_same_second_makes_distinct_directories(tmp_path: Path) -> None:
-    assert len({create(tmp_path).path for _ in range(20)}) == 20
 
 
 def test_attempts_are_counted_and_ends_recorded(tmp_path: Path) -> None:
@@ -93,40 +87,11 @@ def test_create_in_invalid_runs_directory_is_error(tmp_path: Path) -> None:
         create(tmp_path / "file" / "runs")
 
 
-def test_find_runs_distinguishes_names_with_same_slug(tmp_path: Path) -> None:
-    assert experiment_slug("a b") == experiment_slug("a/b")
-    mine = create(tmp_path, "a b")
-    create(tmp_path, "a/b")
-    assert find_runs(tmp_path, "a b", Path("ctx")) == [mine]
-
-
 @pytest.mark.parametrize(
     ("name", "slug"), [("../../etc", "etc"), ("..", "experiment"), ("", "experiment"), ("a.b-c_1", "a.b-c_1")]
 )
 def test_experiment_slug_contains_no_path_traversal(name: str, slug: str) -> None:
     assert experiment_slug(name) == slug
-
-
-def test_open_without_run_json_is_error(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"expected a directory with a run\.json"):
-        RunDirectory.open(tmp_path)
-
-
-def test_read_record_invalid_run_json_is_error(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text('{"name": "x"}')
-    with pytest.raises(DstrialError, match=r"run\.json is .*expected the record of a run"):
-        RunDirectory.open(tmp_path).read_record()
-
-
-def test_default_runs_dir_prefers_option_then_variable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv(RUNS_DIR_VARIABLE, raising=False)
-    assert default_runs_dir() == tmp_path / "runs"
-    monkeypatch.setenv(RUNS_DIR_VARIABLE, "elsewhere")
-    assert default_runs_dir() == tmp_path / "elsewhere"
-    assert default_runs_dir(tmp_path / "x") == tmp_path / "x"
 
 
 @pytest.mark.process

@@ -9,7 +9,7 @@ import pytest
 
 from dstrial.local.json_files import append_json_line, write_json_atomically
 from dstrial.local.run_directory import RunDirectory
-from dstrial.local.run_monitor import Report, RunMonitor, named_metric, read_validations
+from dstrial.local.run_monitor import Report, RunMonitor, RunView, named_metric, read_validations
 
 
 @pytest.fixture
@@ -22,31 +22,22 @@ def report(run_directory: RunDirectory, group: str, steps: int, metrics: dict[st
     append_json_line(run_directory.metrics_path, row)
 
 
-def test_poll_empty_run_returns_none_values(run_directory: RunDirectory) -> None:
-    view = RunMonitor(run_directory, metric="accuracy", since="2026").poll()
-    assert (view.batches_trained, view.batches_total, view.loss, view.new_reports) == (None, None, None, ())
-
-
-def test_poll_returns_progress_loss_metric_and_speed(run_directory: RunDirectory) -> None:
-    monitor = RunMonitor(run_directory, metric="accuracy", since="2026")
+def test_poll_returns_progress_and_new_reports(run_directory: RunDirectory) -> None:
+    monitor = RunMonitor(run_directory, since="2026")
+    assert monitor.poll() == RunView()
     progress = {"batches_trained": 12, "batches_total": 100, "time": "2027-01"}
     write_json_atomically(run_directory.progress_path, progress)
-    report(
-        run_directory, "training", 10, {"grad": 9.0, "loss": math.nan, "samples_per_second": 5.0}, "2027-01"
-    )
-    report(run_directory, "validation", 10, {"loss": 0.3, "accuracy": 0.9}, "2027-02")
+    report(run_directory, "training", 10, {"loss": math.nan}, "2027-01")
+    report(run_directory, "validation", 10, {"accuracy": 0.9}, "2027-02")
+    row = {"group": "cpu", "steps_completed": None, "metrics": {"node": {"cpu_util_simple": 1.0}}}
+    append_json_line(run_directory.metrics_path, {**row, "time": "2027-09"})
     view = monitor.poll()
     assert (view.batches_trained, view.batches_total) == (12, 100)
-    assert view.loss is not None
-    assert math.isnan(view.loss[1])
-    assert view.validation == ("accuracy", 0.9)
-    assert view.samples_per_second == 5.0
     assert [(entry.group, entry.steps_completed) for entry in view.new_reports] == [
         ("training", 10),
         ("validation", 10),
     ]
-    assert monitor.poll().new_reports == ()
-    assert monitor.poll().validation == ("accuracy", 0.9)
+    assert monitor.poll() == RunView(12, 100)
 
 
 def test_poll_ignores_reports_of_earlier_attempts(run_directory: RunDirectory) -> None:
@@ -54,7 +45,7 @@ def test_poll_ignores_reports_of_earlier_attempts(run_directory: RunDirectory) -
         run_directory.progress_path, {"batches_trained": 50, "batches_total": 100, "time": "2026-01"}
     )
     report(run_directory, "training", 10, {"loss": 1.0}, "2026-01")
-    monitor = RunMonitor(run_directory, metric=None, since="2026-02")
+    monitor = RunMonitor(run_directory, since="2026-02")
     assert monitor.poll().new_reports == ()
     assert monitor.poll().batches_trained is None
     report(run_directory, "training", 20, {"loss": 0.5}, "2026-03")
@@ -62,7 +53,7 @@ def test_poll_ignores_reports_of_earlier_attempts(run_directory: RunDirectory) -
 
 
 def test_throttled_progress_never_falls_behind_reports(run_directory: RunDirectory) -> None:
-    monitor = RunMonitor(run_directory, metric=None, since="2026")
+    monitor = RunMonitor(run_directory, since="2026")
     progress = {"batches_trained": 30, "batches_total": 100, "time": "2027-01"}
     write_json_atomically(run_directory.progress_path, progress)
     report(run_directory, "training", 40, {"loss": 1.0}, "2027-01")
@@ -72,7 +63,7 @@ def test_throttled_progress_never_falls_behind_reports(run_directory: RunDirecto
 
 
 def test_poll_rewritten_file_returns_only_new_reports(run_directory: RunDirectory) -> None:
-    monitor = RunMonitor(run_directory, metric=None, since="2026-01")
+    monitor = RunMonitor(run_directory, since="2026-01")
     report(run_directory, "training", 10, {"loss": 1.0}, "2026-02")
     assert len(monitor.poll().new_reports) == 1
     copy = run_directory.path / "copy"
@@ -103,12 +94,3 @@ def test_read_validations_keeps_last_report_per_batch(run_directory: RunDirector
     report(run_directory, "validation", 20, {"other": 0.2}, "2026")
     report(run_directory, "training", 30, {"accuracy": 0.2}, "2026")
     assert read_validations(run_directory, "accuracy") == {10: 0.2}
-
-
-def test_poll_excludes_system_metrics(run_directory: RunDirectory) -> None:
-    row = {"group": "cpu", "steps_completed": None, "metrics": {"node": {"cpu_util_simple": 1.0}}}
-    append_json_line(run_directory.metrics_path, {**row, "time": "2027-09"})
-    report(run_directory, "training", 10, {"loss": 0.5}, "2027-01")
-
-    view = RunMonitor(run_directory, metric="accuracy", since="2026").poll()
-    assert [(entry.group, entry.steps_completed) for entry in view.new_reports] == [("training", 10)]

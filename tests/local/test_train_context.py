@@ -81,12 +81,10 @@ class TestBestValidation:
     ) -> None:
         train = opened(run_directory, smaller_is_better=smaller_is_better)
         assert train.get_experiment_best_validation() is None
-        assert train._get_last_validation() is None
         for step, value in enumerate([0.5, 0.9, math.nan, 0.2]):
             train.report_validation_metrics(step, {"accuracy": value, "other": -1.0})
             train.report_training_metrics(step, {"accuracy": 100.0})
         assert train.get_experiment_best_validation() == best
-        assert train._get_last_validation() == 3
 
     def test_best_includes_earlier_attempts_on_every_rank(self, run_directory: RunDirectory) -> None:
         worker = opened(run_directory, is_chief=False)
@@ -96,13 +94,11 @@ class TestBestValidation:
         again.report_validation_metrics(20, {"accuracy": 0.8})
         assert again.get_experiment_best_validation() == 0.9
         assert worker.get_experiment_best_validation() == 0.9
-        assert again._get_last_validation() == 20
 
     def test_best_without_searcher_metric_is_none(self, run_directory: RunDirectory) -> None:
         train = opened(run_directory, metric=None)
         train.report_validation_metrics(10, {"accuracy": 0.9})
         assert train.get_experiment_best_validation() is None
-        assert train._get_last_validation() == 10
 
 
 class TestRewind:
@@ -123,16 +119,6 @@ class TestRewind:
             ("validation", 30),
         ]
         assert again.get_experiment_best_validation() == 20
-        assert again._get_last_validation() == 20
-
-    def test_second_rewind_appends_to_superseded_file(self, run_directory: RunDirectory) -> None:
-        train = opened(run_directory)
-        for loss in (0.1, 0.2):
-            train.report_training_metrics(30, {"loss": loss})
-            train.rewind_to(0)
-        assert steps(run_directory) == []
-        aside = read_json_lines(run_directory.superseded_metrics_path)
-        assert [row["metrics"]["loss"] for row in aside] == [0.1, 0.2]
 
     def test_rewind_is_noop_without_later_reports_or_chief(self, run_directory: RunDirectory) -> None:
         train = opened(run_directory)
@@ -177,15 +163,6 @@ class TestProgress:
         train.report_batches(100, 100)
         assert read_json(run_directory.progress_path)["progress"] == 1.0
         assert written() == 100
-
-    def test_flush_writes_throttled_progress(self, run_directory: RunDirectory) -> None:
-        clock = Clock()
-        train = opened(run_directory, clock=clock)
-        train.report_progress(0.1)
-        train.report_progress(0.2)
-        assert read_json(run_directory.progress_path)["progress"] == 0.1
-        train.flush_progress()
-        assert read_json(run_directory.progress_path)["progress"] == 0.2
 
     def test_worker_writes_no_progress_or_status(self, run_directory: RunDirectory) -> None:
         worker = opened(run_directory, is_chief=False)

@@ -77,15 +77,6 @@ def test_unreachable_server_warns_and_training_continues(tmp_path: Path, closed_
     assert lost == "WARNING: logger mlflow: 2 of 2 reports are lost"
 
 
-def test_missing_api_key_keeps_run_on_disk(tmp_path: Path) -> None:
-    output = run(tmp_path, "plain", 300, {"wandb": {"mode": "online"}})
-    (warning,) = warnings(output, "wandb")
-    assert "there is no WANDB_API_KEY, so the run is kept on disk" in warning
-    (kept,) = stores.read("wandb", tmp_path / "disk" / "run" / "wandb")
-    assert [(step, row["training/loss"]) for step, row in kept["rows"]] == [(1, 0.5), (3000, 0.25)]
-    assert kept["axes"] == {f"{group}/*": "batches" for group in ("training", "validation", "telemetry")}
-
-
 def test_hanging_server_is_abandoned_and_losses_counted(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         output = run(

@@ -125,26 +125,6 @@ def test_loggers_match_record_after_kill_and_resume(tmp_path: Path) -> None:
         assert last[16, "epochs"] == 4.0
 
 
-def test_each_run_is_logged_separately_with_state(tmp_path: Path) -> None:
-    loggers = ["mlflow"]
-    stopped = train(tmp_path, "DataParallelTrial", config_of(loggers, request_stop_at="0:5"))
-    assert stopped.returncode == 0, stopped.output
-    failed = train(tmp_path, "DataParallelTrial", config_of(loggers, num_records=-1))
-    assert failed.returncode != 0
-    runs = stores.read("mlflow", f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
-    assert [(run["status"], run["tags"]["dstrial.state"]) for run in runs] == [("KILLED", "stopped")]
-    going_on = train(tmp_path, "DataParallelTrial", config_of(loggers), run=stopped)
-    assert going_on.returncode == 0, going_on.output
-    other = train(tmp_path, "DataParallelTrial", config_of(loggers, batches=4))
-    assert other.returncode == 0, other.output
-    runs = stores.read("mlflow", f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
-    by_name = {run["name"]: run for run in runs}
-    assert len(runs) == 2
-    assert entries(by_name[going_on.directory.path.name]["rows"]) == recorded(going_on)
-    assert entries(by_name[other.directory.path.name]["rows"]) == recorded(other)
-    assert {run["status"] for run in runs} == {"FINISHED"}
-
-
 def test_pipeline_is_logged_by_chief_only(tmp_path: Path) -> None:
     config = config_of(["mlflow"], batches=4)
     config["data"]["dstrial"]["pipeline_stages"] = 2

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from rows import allocation_request
-from submitting import config, experiment, log_of, submit, wait_until
+from submitting import config, experiment, log_of, submit
 from waiting import wait_for
 
 from dstrial.master.backends import local
@@ -51,24 +51,6 @@ with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
         if pathlib.Path("GATE").exists():
             break
 """
-
-
-@pytest.mark.process
-def test_master_outage_logs_single_retry_line(master: MasterForTest, tmp_path: Path) -> None:
-    experiment_id = submit(master, config(), REPORTING.replace("GATE", str(tmp_path / "gate")))
-    wait_for(lambda: "ready" in log_of(master, experiment_id))
-
-    master.kill()
-    time.sleep(6)
-    master.up()
-    (tmp_path / "gate").touch()
-    wait_until(master, experiment_id, "COMPLETED")
-
-    lines = log_of(master, experiment_id).splitlines()
-    assert (
-        len([line for line in lines if "the master does not respond; retrying until it does (" in line]) == 1
-    )
-    assert not [line for line in lines if "Retrying (" in line]
 
 
 @pytest.mark.process

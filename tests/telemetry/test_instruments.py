@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dstrial.telemetry.instruments import peak_flops
-from dstrial.telemetry.memory import memory_now, process_memory
+from dstrial.telemetry.memory import memory_now
 from dstrial.trial.trial import tokens_in
 
 IDS = torch.zeros(2, 8, dtype=torch.long)
@@ -32,9 +32,6 @@ def test_tokens_in_counts_input_ids_only(micro_batch: object, tokens: int | None
     assert tokens_in(micro_batch) == tokens
 
 
-STATUS = "Name:\tpython\nVmPeak:\t  900 kB\nVmHWM:\t  300 kB\nVmRSS:\t  200 kB\nThreads:\t4\n"
-
-
 class Device:
     """Fake DeepSpeed accelerator without a counter of reserved memory."""
 
@@ -49,14 +46,6 @@ class Device:
 
     def max_memory_reserved(self) -> int:
         raise NotImplementedError
-
-
-def test_process_memory_parses_status_in_bytes() -> None:
-    assert process_memory(STATUS) == {
-        "process_memory_bytes": 200 * 1024,
-        "process_peak_memory_bytes": 300 * 1024,
-    }
-    assert process_memory("") == {}
 
 
 def test_memory_now_omits_unsupported_device_counters() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from dstrial.telemetry.samples import RankSample, RunTotals
 from dstrial.telemetry.summary import memory_rows, summary_rows
 
 MIB = 2**20
@@ -59,33 +58,6 @@ def test_unknown_flops_are_shown_with_reason() -> None:
     assert "tokens" not in rows["speed"]
 
 
-def test_slowest_rank_is_named_except_among_stages() -> None:
-    fast = {"batch_ms": 100.0, "data_wait_ms": 1.0, "forward_ms": 20.0, "backward_ms": 50.0, "step_ms": 20.0}
-    slow = {"batch_ms": 100.0, "data_wait_ms": 31.0, "forward_ms": 20.0, "backward_ms": 20.0, "step_ms": 20.0}
-    rows = dict(summary_rows(document(ranks=[fast, fast, slow], memory_bytes=[{}, {}, {}])))
-    stages = [{**fast, "stages_ms": 1.0}, {**slow, "stages_ms": 1.0}]
-
-    assert rows["slowest rank"] == "2: 51 ms of data wait and forward a batch; others 21 ms"
-    assert "memory" not in rows
-    assert "slowest rank" not in dict(summary_rows(document(ranks=[fast, fast])))
-    pipeline = dict(summary_rows(document(ranks=stages)))
-    assert "slowest rank" not in pipeline
-    assert "other stages 1 %" in pipeline["step time"]
-
-
-def test_step_time_shares_sum_to_at_most_100() -> None:
-    """Rank 1 waits in backward while rank 0, whose clock is paused, writes a report."""
-    samples = [
-        RankSample(1, seconds, 0.001, {"forward": 0.001, "backward": backward_s}, "host clock", None, 0, {})
-        for seconds, backward_s in ((0.010, 0.003), (0.230, 0.221))
-    ]
-    totals = RunTotals()
-    totals.add(samples, 32)
-    rows = dict(summary_rows(totals.to_json(None)))
-
-    assert rows["step time"] == "data wait 1 %, forward 1 %, backward 93 %, other 5 % (by host clock)"
-
-
 def test_memory_names_rank_with_most() -> None:
     gib = 2**30
     device = [
@@ -134,14 +106,3 @@ def test_unmeasured_memory_has_no_row_or_column() -> None:
     }
     heads, *_ = memory_rows([unknown])
     assert heads[1].split() == ["parameters", "gradients", "optimizer", "buffers"]
-
-
-def test_dominant_buffers_are_explained() -> None:
-    note = (
-        "  buffers",
-        "mostly DeepSpeed's for messages: as large as zero_optimization.reduce_bucket_size says, used or not",
-    )
-    assert memory_rows([rank(3500, buffers=1500.0)])[-1] == note
-    assert note not in memory_rows([rank(3500, buffers=1300.0)])
-    small = dict.fromkeys(("parameters", "gradients", "optimizer", "activations"), 1.0)
-    assert note not in memory_rows([rank(60, buffers=50.0, **small)])

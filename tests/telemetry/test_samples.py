@@ -14,7 +14,6 @@ from dstrial.telemetry.samples import (
     RankSample,
     RunTotals,
     report_metrics,
-    slowest_rank,
     tokens_of,
 )
 
@@ -111,10 +110,6 @@ def test_tokens_are_counted_once_per_replica() -> None:
     assert tokens_of([sample(num_tokens=None)]) is None
 
 
-def test_overlapping_phases_leave_no_negative_rest() -> None:
-    assert sample(data_wait_s=0.9).times_ms()["other_ms"] == 0.0
-
-
 def test_totals_weight_reports_by_number_of_batches() -> None:
     totals = RunTotals()
     totals.add([sample(num_batches=0, seconds=0.0, phase_s={}, data_wait_s=0.0)], 0)
@@ -131,25 +126,3 @@ def test_totals_weight_reports_by_number_of_batches() -> None:
     assert found["model_tflops_per_device"] == pytest.approx(3 * 40 / 7)
     assert found["peak_flops_per_s"] == PEAK
     json.dumps(found)
-
-
-def test_totals_omit_tokens_after_unknown_report() -> None:
-    totals = RunTotals()
-    totals.add([sample()], 80)
-    totals.add([sample(num_tokens=None)], 80)
-
-    assert "tokens_per_second" not in totals.to_json(None)
-
-
-@pytest.mark.parametrize(
-    ("works_ms", "rank"),
-    [
-        ([10.0], None),
-        ([10.0, 10.5], None),
-        ([10.0, 14.0, 10.0], 1),
-        ([0.1, 0.2, 0.1], None),
-        ([10.0, 20.0], 1),
-    ],
-)
-def test_slowest_rank_requires_clear_outlier(works_ms: list[float], rank: int | None) -> None:
-    assert slowest_rank(works_ms, 100.0) == rank

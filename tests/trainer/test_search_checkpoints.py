@@ -26,7 +26,7 @@ def test_best_search_checkpoint_is_verified_and_exported(
     path, runs = tmp_path / "exp.yaml", ("--runs-dir", str(tmp_path / "runs"))
     path.write_text(yaml.safe_dump(given | {"searcher": searcher, "resources": {"slots_per_trial": 2}}))
 
-    ended = shared_master.dstrial("run", str(path), str(DEFINITIONS), *runs, "--no-progress")
+    ended = shared_master.dstrial("run", str(path), str(DEFINITIONS), *runs)
 
     assert ended.returncode == 0, ended.stdout + ended.stderr
     printed = re.search(r"^  best: +checkpoints/(\S+)$", ended.stdout, re.M)

@@ -16,10 +16,11 @@ from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from dstrial.context_directory import MARKS, MAX_BYTES, MAX_DEPTH
+from dstrial.context_directory import MARKS, MAX_BYTES
 from dstrial.errors import MasterError, RequestError
 
 MAX_MEMBERS = 100_000
+MAX_DEPTH = 100  # nested directories: ``os.walk`` of Python 3.11 fails at some hundred levels
 MAX_PATH_BYTES = 1024
 """Longest path of a member; the path of the trial's directory is prepended to it."""
 

@@ -159,7 +159,7 @@ def run_under_a_master(
     values = {**CONFIG, "resources": {"slots_per_trial": 1}, "max_restarts": 0, **changes}
     values["entrypoint"] = " ".join((CONFIG["entrypoint"], *options))
     (directory / "experiment.yaml").write_text(yaml.safe_dump(values))
-    words = ("run", str(directory / "experiment.yaml"), str(definition), "--no-progress")
+    words = ("run", str(directory / "experiment.yaml"), str(definition))
     ended = master.dstrial(*words, "--runs-dir", str(directory / "runs"), deadline_s=DEADLINE_S)
     client = master.client()
     newest = "/api/v1/experiments?sortBy=SORT_BY_ID&orderBy=ORDER_BY_DESC&limit=1"

@@ -107,7 +107,7 @@ def test_dstrial_run_resumes_if_slots_divide_batch(tmp_path: Path) -> None:
     config, context = project(tmp_path, "run", batches=3, sleep_s=0.0)
     log = tmp_path / "run.log"
     with master_for_test(tmp_path, num_slots=2) as master:
-        words = ("run", str(config), str(context), "--runs-dir", str(tmp_path / "runs"), "--no-progress")
+        words = ("run", str(config), str(context), "--runs-dir", str(tmp_path / "runs"))
         first = master.dstrial(*words)
         assert first.returncode == 0, first.stdout + first.stderr
 

@@ -232,7 +232,6 @@ def test_convert_marks_values_to_choose(tmp_path: Path, capsys: pytest.CaptureFi
     [
         ("accelerate launch --config_file a.yaml train.py", "Leave 'accelerate' and its options away"),
         ("torchrun --nproc-per-node 2 train.py", "python3 -m dstrial.launch takes its place"),
-        ("train.py --lr 1", "Pass its directory with -o"),
     ],
 )
 def test_convert_invalid_entrypoint_writes_nothing(
