@@ -1,4 +1,4 @@
-"""List trainings; read their metrics and best checkpoints."""
+"""List trainings; read their metrics and best checkpoints; plot metrics."""
 
 from __future__ import annotations
 
@@ -101,6 +101,37 @@ class Run:
             if batches in values
         ]
         return min(found, key=lambda one: (sign * one.value, one.batches), default=None)
+
+    def plot(self, *names: str) -> Any:
+        """Plot metrics over batches; return matplotlib's ``Axes``.
+
+        ``names`` selects metrics; by default those with "loss" in their name and ``searcher.metric`` are plotted.
+
+        Raises:
+            DstrialError: matplotlib is missing, or the master does not run.
+        """
+        try:
+            from matplotlib import pyplot
+        except ImportError as error:
+            raise DstrialError(
+                "a plot needs matplotlib, which is not installed. Install it with `pip install matplotlib`."
+            ) from error
+        searched = (self.config.get("searcher") or {}).get("metric")
+        axes = pyplot.figure().subplots()
+        reported = self._rows()
+        for group in _GROUPS:
+            rows = [row for row in reported if row["group"] == group]
+            known = dict.fromkeys(name for row in rows for name in row["metrics"])
+            for name in names or [name for name in known if "loss" in name or name == searched]:
+                points = [
+                    (row["steps_completed"], row["metrics"][name]) for row in rows if name in row["metrics"]
+                ]
+                if points:
+                    axes.plot(*zip(*points, strict=True), label=f"{name} ({group})")
+        axes.set(xlabel="batches", title=self.name)
+        if axes.lines:
+            axes.legend()
+        return axes
 
     def _rows(self) -> list[dict[str, Any]]:
         if self.path is not None:

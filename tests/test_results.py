@@ -1,4 +1,4 @@
-"""``dstrial.runs``: metrics and best checkpoint of runs and trials."""
+"""``dstrial.runs``: metrics, best checkpoint and plot of runs and trials."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def test_runs_of_directory_and_master_have_equal_metrics(
     assert find_checkpoint("best", runs_dir=str(tmp_path / "runs")).path == best.path
 
 
-def test_running_run_has_metrics_without_torn_report(tmp_path: Path) -> None:
+def test_plot_has_line_per_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPLBACKEND", "Agg")
     directory = tmp_path / "mine" / "one"
     directory.mkdir(parents=True)
     record = {
@@ -68,6 +69,7 @@ def test_running_run_has_metrics_without_torn_report(tmp_path: Path) -> None:
 
     (run,) = dstrial.runs(runs_dir=tmp_path)
 
+    assert [line.get_label() for line in run.plot().lines] == ["loss (training)"]
     assert list(run.metrics()["loss"]) == [1.0, 0.5]
     assert run.best() is None
 

@@ -7,12 +7,15 @@ An optional ``with_defaults(words)`` inserts default arguments. Torch, deepspeed
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
+import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
+from typing import Any, NoReturn
 
 import dstrial
 from dstrial.cli.streams import to_null_device
@@ -61,6 +64,33 @@ _MODULES = {
 """Subcommand -> its module, for modules of several subcommands."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that suggests the nearest command or option for a misspelt word."""
+
+    subcommands: Mapping[str, _Parser] = {}
+
+    def add_subparsers(self, **kwargs: Any) -> Any:
+        action = super().add_subparsers(**kwargs)
+        self.subcommands = action.choices
+        return action
+
+    def walk(self) -> Iterator[_Parser]:
+        yield self
+        for parser in self.subcommands.values():
+            yield from parser.walk()
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"invalid choice: '([^']*)'|unrecognized arguments: (\S+)", message)
+        if wrong is not None:
+            options = re.findall(r"--[a-z][a-z-]*", "".join(parser.format_help() for parser in self.walk()))
+            choices = re.findall(r"[\w-]+", message.partition("choose from")[2])
+            word = wrong[1] or wrong[2].partition("=")[0]
+            near = difflib.get_close_matches(word, choices or options, n=1, cutoff=0.6 if choices else 0.8)
+            if near:
+                message = f"{message.partition(' (choose from')[0]}; did you mean {near[0]}?"
+        super().error(message)
+
+
 def build_parser(command: str | None) -> argparse.ArgumentParser:
     """Return the parser of all subcommands; add arguments only to that of ``command``."""
     width = max(map(len, COMMANDS))
@@ -68,7 +98,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
         f"\n{title}:\n" + "".join(f"  {name:<{width}}  {text}\n" for name, text in group.items())
         for title, group in COMMAND_GROUPS.items()
     )
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="dstrial",
         usage="dstrial COMMAND ...",
         description=f"Determined-style trials for DeepSpeed.\n{listing}",

@@ -237,6 +237,13 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         if self.distributed.rank == 0:
             for warning in result.warnings:
                 logger.warning("%s", warning)
+            clipping = float(engine.gradient_clipping())
+            if not self.models and config.get("gradient_clipping") is None and clipping:
+                logger.info(
+                    "gradient_clipping is %s, DeepSpeed's default (0.19.0 and 0.19.1 do not clip); set it in the DeepSpeed "
+                    "config to change it",
+                    clipping,
+                )
             if not self.models and dims.sp > 1:
                 is_averaged = engines.averages_sequence_gradients(engine)
                 logger.info(

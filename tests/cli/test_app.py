@@ -21,6 +21,10 @@ def test_version_option_prints_package_version(dstrial_command):
         ("", "usage: dstrial"),
         ("frobnicate", "usage: dstrial"),
         ("check", "usage: dstrial check"),
+        ("rnu", "did you mean run?"),
+        ("checkpoint inspct", "did you mean inspect?"),
+        ("checkpoint inspect x --paramters", "did you mean --parameters?"),
+        ("run exp.yaml --confg a=1", "did you mean --config?"),
         *((f"run exp.yaml {option}", "unrecognized") for option in ("--bind", "--device", "--nodes")),
         *((f"check exp.yaml --slots {slots}", NO_SLOTS.format(slots)) for slots in ("0", "x", "1.5")),
         ("run exp.yaml --slots 0", NO_SLOTS.format("0")),
@@ -30,10 +34,11 @@ def test_version_option_prints_package_version(dstrial_command):
         ("list -n 0", "expected an integer of at least 1"),
     ],
 )
-def test_wrong_usage_exits_2(dstrial_command, words, said):
+def test_wrong_usage_exits_2_and_suggests_word(dstrial_command, words, said):
     exit_code, _, err = dstrial_command(*words.split())
     assert exit_code == 2
     assert said in err
+    assert ("did you mean" in err) is ("did you mean" in said)
 
 
 @pytest.mark.process

@@ -63,6 +63,7 @@ class _State:
     policies: tuple[LogPolicy, ...] | None = None
     kill_again_s: float = 0.0
     is_terminated: bool = False  # whether SIGTERM was sent (commands only)
+    deadline: tuple[int, float] | None = None  # preemption deadline as stored, and on the monotonic clock
 
     def refresh(self, row: Allocation) -> None:
         before = self.row
@@ -175,7 +176,7 @@ class Reconciler:
 
     def _stop_if_due(self, state: _State) -> None:
         row = state.row
-        why = None if row.kill_us is not None else _expired_grace_period(row)
+        why = None if row.kill_us is not None else _expired_grace_period(state)
         if why is not None:
             self._database.write(lambda tx: release(tx, row, f"it did not stop within {why}", is_kill=True))
         if row.preempt_us is not None and row.is_command and not state.is_terminated:
@@ -311,13 +312,19 @@ def _stop_requests(row: Allocation) -> tuple[int | None, ...]:
     return (row.preempt_us, row.preempt_deadline_us, row.kill_us)
 
 
-def _expired_grace_period(row: Allocation) -> str | None:
+def _expired_grace_period(state: _State) -> str | None:
     """Return a stop request's grace period as text if it has expired, else None."""
-    if row.preempt_deadline_us is None or now_us() < row.preempt_deadline_us:
+    row, deadline_us = state.row, state.row.preempt_deadline_us
+    if deadline_us is None:
+        return None
+    limit_s = (deadline_us - (row.preempt_us or now_us())) / 1e6
+    if state.deadline is None or state.deadline[0] != deadline_us:
+        # Counted on the monotonic clock: a jump of the wall clock, or a suspended machine, must not end a save.
+        state.deadline = (deadline_us, time.monotonic() + limit_s)
+    if time.monotonic() < state.deadline[1]:
         return None
     if row.preempt_us is None:
         return "its grace period"
-    limit_s = (row.preempt_deadline_us - row.preempt_us) / 1e6
     return f"{limit_s:.0f} s" if row.is_command else f"preemption_timeout ({limit_s:.0f} s)"
 
 

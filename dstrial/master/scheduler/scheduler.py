@@ -30,6 +30,7 @@ logger = logging.getLogger("dstrial.master.scheduler")
 
 _DRAIN_POLL_S = 0.05  # interval of checks at shutdown whether all allocations have ended
 _IDLE_TICK_S = 1.0  # longest interval of iterations
+_CLOCK_JUMP_S = 2.0  # minimum change against the monotonic clock that counts as a jump
 _KILL_TIMEOUT_S = 15.0  # timeout at shutdown for killed allocations to end, and for storing their output
 _THREAD = "scheduler"  # key of `_backoff` for failures of an iteration
 
@@ -51,6 +52,7 @@ class Scheduler:
             services.settings.log_retention_days,
         )
         self._next_silence_check_s = time.monotonic() + services.settings.detached_timeout_s
+        self._lead_s = _lead_of_wall_clock_s()
         self._directory = services.state_dir / "allocations"
         self._reconciler = Reconciler(services, self._backoff)
         self._dispatcher = Dispatcher(services, self._reconciler, self._backoff)
@@ -164,6 +166,11 @@ class Scheduler:
         """End detached runs that have sent no heartbeat for ``detached_timeout_s``."""
         if time.monotonic() < self._next_silence_check_s:
             return
+        lead_s, known_s = _lead_of_wall_clock_s(), self._lead_s
+        self._lead_s = lead_s
+        if abs(lead_s - known_s) > _CLOCK_JUMP_S:
+            self._next_silence_check_s = time.monotonic() + self._services.settings.detached_timeout_s
+            return
         self._next_silence_check_s = time.monotonic() + _IDLE_TICK_S
         before_us = now_us() - self._services.settings.detached_timeout_s * 1_000_000
         with self._database.read() as connection:
@@ -177,3 +184,8 @@ class Scheduler:
             if directory.name not in live:
                 local.kill(local.find(directory), directory)
                 local.remove(directory)
+
+
+def _lead_of_wall_clock_s() -> float:
+    """Return wall-clock time minus monotonic time; a change means a jump or suspend."""
+    return now_us() / 1e6 - time.monotonic()
