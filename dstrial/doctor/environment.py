@@ -1,4 +1,4 @@
-"""Check Python's packages, the network, this machine's master and environment variables."""
+"""Check Python, the network, this machine's master and environment variables."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _has_loopback() -> bool:
 def judge_network(
     name: str, localhost: Sequence[str], addresses: Sequence[str], *, has_loopback: bool
 ) -> list[Finding]:
-    """Return findings; ``addresses`` are those of ``name``, none if it is not resolved."""
+    """Return findings; ``addresses`` of ``name`` are empty if it is not resolved."""
     if not has_loopback:
         what = "cannot connect to 127.0.0.1: local ranks and the master cannot communicate"
         loopback = problem("loopback", what, "Enable the interface lo (`ip link set lo up`).")

@@ -1,4 +1,4 @@
-"""Check that the libraries can be imported, suit the devices, and can compile operators."""
+"""Check the imports of libraries, torch's build, and compilers for operators."""
 
 from __future__ import annotations
 

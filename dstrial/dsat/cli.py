@@ -176,7 +176,7 @@ def flags_of(args: argparse.Namespace) -> SearchFlags:
 
 
 def _add(parser: argparse.ArgumentParser, names: str, text: str, **options: Any) -> None:
-    """Add an option in both spellings, with the default of its field in ``SearchFlags``."""
+    """Add an option in both spellings, with the default of ``SearchFlags``."""
     *short, long = names.split()
     dest = long.removeprefix("--").replace("-", "_")
     if _DEFAULTS[dest] is False:

@@ -208,14 +208,8 @@ def _print_line(line: str) -> None:
     sys.stdout.flush()
 
 
-def run_plan(flags: SearchFlags) -> int:
-    """Predict what fits on other hardware, print it and write ``report.json``.
-
-    Returns the exit status: 0 if any configuration fits, else 1.
-    """
-    name = flags.device or "a100"
-    device = DEVICES[name]
-    device_bytes = flags.device_memory or int(device.memory_bytes)
+def _planned(flags: SearchFlags) -> tuple[dict[int, SearchConfig], list[str]]:
+    """Return the settings for each number of ranks, and why other numbers are refused."""
     planned: dict[int, SearchConfig] = {}
     refused: list[str] = []
     for num_slots in flags.slots or (None,):
@@ -229,6 +223,18 @@ def run_plan(flags: SearchFlags) -> int:
             refused.append(f"{num_slots} slot(s): {error.problems[0]}")
     if not planned:
         raise SearchError("no number of --slots suits the experiment: " + "; ".join(refused))
+    return planned, refused
+
+
+def run_plan(flags: SearchFlags) -> int:
+    """Predict what fits on other hardware, print it and write ``report.json``.
+
+    Returns the exit status: 0 if any configuration fits, else 1.
+    """
+    name = flags.device or "a100"
+    device = DEVICES[name]
+    device_bytes = flags.device_memory or int(device.memory_bytes)
+    planned, refused = _planned(flags)
     settings = next(iter(planned.values()))
     traces = trace_graphs(settings, ConfigGroups(settings.space), print_line=_print_line)
     if not traces.found:

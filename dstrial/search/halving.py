@@ -1,7 +1,8 @@
-"""The searchers ``async_halving`` and ``adaptive_asha``, which stop trials and never pause them.
+"""The searchers ``async_halving`` and ``adaptive_asha``.
 
-A rung is a training time at which the trials of a bracket are compared: only the best ``1 / divisor`` of those that have
-reached it continue. ``async_halving`` has one bracket, ``adaptive_asha`` several, among which the trials are divided.
+They stop trials and never pause them. A rung is a training time at which the trials of a bracket are compared: only the best
+``1 / divisor`` of those that have reached it continue. ``async_halving`` has one bracket, ``adaptive_asha`` several, among which
+the trials are divided.
 
 Source: Determined 0.38.1, searchers ``async_halving`` and ``adaptive_asha``; Li et al., "A System for Massively Parallel
 Hyperparameter Tuning", MLSys 2020, in the variant that stops instead of pausing.

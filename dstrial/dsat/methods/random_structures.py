@@ -172,7 +172,7 @@ class BinarySearch:
         return Measure(trial_id, candidate, why)
 
     def _begin(self, trial_id: int, outcome: Outcome) -> list[Action]:
-        """Return the actions after the user's configuration, or after its smallest micro batch."""
+        """Return the actions after the first trial, the user's configuration."""
         if isinstance(outcome, Measured):
             self.info = ModelInfo.from_measured(outcome)
             return self._fill()

@@ -154,7 +154,7 @@ def _phase(name: str, start: float, form: MemoryForm) -> PhaseMemory:
 def _collectives(
     trace: ModelTrace, zero: ZeroFeatures, gradients: float
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """Return the collectives of each micro batch but the last of a step, and of the last."""
+    """Return the collectives of all micro batches but a step's last, and of the last."""
     weights, num_tensors = trace.state_bytes["parameters"], trace.num_tensors
 
     def one(kind: str, phase: str, num_calls: int, num_bytes: float) -> Collective:

@@ -225,18 +225,10 @@ def step_parts(
     reduce = _exposed(*reduced, hides=machine.hides, able=able, beside_s=beside_s)
     first, second = _gathers(run, machine, setup, gathered, accumulation, (forward_s, backward_s))
 
-    owned = run.trainable_parameters / setup.layer_ranks / (setup.replicas if setup.stage else 1)
-    on_host = owned * setup.host_share
-    down = up = 0.0  # copies of offloaded gradients and weights
-    if machine.host_copy_bytes_per_s is not None:
-        up = setup.bytes_per_value * on_host / machine.host_copy_bytes_per_s
-        down = often * up - min(0.5 * often * up, _MAX_HIDDEN * backward_s)
     moves = (_COPIED_IN if setup.is_contiguous else _COPIED_OUT) if setup.stage else 0.0
     copies = moves * setup.bytes_per_value * run.trainable_parameters / machine.copy_bytes_per_s * often
-    on_device_s = (owned - on_host) * _STATE_BYTES / machine.copy_bytes_per_s
-    on_host_s = on_host * _STATE_BYTES / machine.host_bytes_per_s
-    if 0 < setup.host_share < 1:  # the optimizer runs on host and device at the same time
-        on_host_s = max(on_host_s - on_device_s, 0.0)
+    on_device_s, on_host_s, up = _optimizer_s(run, machine, setup)
+    down = often * up - min(0.5 * often * up, _MAX_HIDDEN * backward_s)  # copies of offloaded gradients
     phases = (
         _phase(
             compute=forward_s,
@@ -268,6 +260,19 @@ def step_parts(
         ),
     )
     return StepParts(phases)
+
+
+def _optimizer_s(run: DryRunResult, machine: Machine, setup: ZeroFeatures) -> tuple[float, float, float]:
+    """Return seconds of the optimizer (on device, on host), and of copying weights back."""
+    owned = run.trainable_parameters / setup.layer_ranks / (setup.replicas if setup.stage else 1)
+    on_host = owned * setup.host_share
+    on_device_s = (owned - on_host) * _STATE_BYTES / machine.copy_bytes_per_s
+    on_host_s = on_host * _STATE_BYTES / machine.host_bytes_per_s
+    if 0 < setup.host_share < 1:  # the optimizer runs on host and device at the same time
+        on_host_s = max(on_host_s - on_device_s, 0.0)
+    if machine.host_copy_bytes_per_s is None:
+        return on_device_s, on_host_s, 0.0
+    return on_device_s, on_host_s, setup.bytes_per_value * on_host / machine.host_copy_bytes_per_s
 
 
 def _phase(**seconds: float) -> tuple[float, ...]:
@@ -305,7 +310,7 @@ def _gathers(
     accumulation: int,
     computing: tuple[float, float],
 ) -> list[_Exposed]:
-    """Return the exposed gathers and host fetches of parameters in [forward, backward].
+    """Return the exposed gathers and host fetches in [forward, backward].
 
     ``gathered``: seconds (moving bytes, starting calls) of all gathers. ``computing``: seconds of both passes' computation.
     """

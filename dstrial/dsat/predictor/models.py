@@ -289,7 +289,7 @@ class MemoryModel:
         return [self._raised(point, worst.get(id(point))) for point in points]
 
     def _raised(self, point: Point, found: MemoryPrediction | None) -> MemoryPrediction | None:
-        """Return a peak above the capacity for points that are nearly as large as one that failed."""
+        """Return a peak above the capacity if nearly as much has run out of memory."""
         least = _NEAR * self._failed_bytes.get(point.group, math.inf)
         if found is None or point.total_bytes < max(least, self._run_bytes.get(point.group, 0.0) + 1):
             return found

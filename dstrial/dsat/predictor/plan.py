@@ -40,7 +40,7 @@ class PlanRow:
     mfu: float | None  # FLOPs of the model / published FLOPs of the devices; None if unknown
 
     def epoch(self, epoch_records: int, price: float | None) -> tuple[float | None, float | None]:
-        """Return (hours, cost) of one epoch, each None if unknown; ``price`` is per device-hour."""
+        """Return (hours, cost) of an epoch, None if unknown; ``price`` is per device-hour."""
         hours = epoch_records / self.throughput / 3600 if epoch_records else None
         return hours, None if hours is None or price is None else hours * price * self.num_slots
 

@@ -1,4 +1,4 @@
-"""Lines of a search for a terminal: the end of a trial, and a summary of the search."""
+"""Lines for a terminal: the end of a trial, and a summary of the search."""
 
 from __future__ import annotations
 
