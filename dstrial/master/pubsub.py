@@ -45,13 +45,12 @@ class Follower:
 class PubSub:
     """Notifies coroutines and threads of published topics; any thread may publish.
 
-    To avoid lost wake-ups, read :meth:`version` before the database, then pass it to :meth:`wait`.
+    To avoid lost wake-ups, subscribe before reading the database.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._versions: dict[str, int] = {}
-        self._waiters: dict[str, set[asyncio.Future[None]]] = {}
         self._thread_waiters: dict[str, set[threading.Event]] = {}
         self._followers: set[Follower] = set()
 
@@ -69,28 +68,6 @@ class PubSub:
                 self._versions[topic] = self._versions.get(topic, 0) + 1
                 for event in self._thread_waiters.get(topic, ()):
                     event.set()
-                for future in self._waiters.pop(topic, ()):
-                    future.get_loop().call_soon_threadsafe(_finish, future)
-
-    async def wait(self, topic: str, seen: int, timeout_s: float) -> bool:
-        """Wait until a topic's version differs from ``seen``; False after ``timeout_s``."""
-        future = asyncio.get_running_loop().create_future()
-        with self._lock:
-            if self._versions.get(topic, 0) != seen:
-                return True
-            self._waiters.setdefault(topic, set()).add(future)
-        try:
-            await asyncio.wait_for(future, timeout_s)
-        except asyncio.TimeoutError:
-            return False
-        finally:
-            with self._lock:
-                waiters = self._waiters.get(topic)
-                if waiters is not None:
-                    waiters.discard(future)
-                    if not waiters:
-                        del self._waiters[topic]
-        return True
 
     @contextlib.contextmanager
     def follow(self, is_wanted: Callable[[str], bool]) -> Iterator[Follower]:

@@ -8,44 +8,6 @@ import threading
 from dstrial.master.pubsub import PubSub
 
 
-def test_change_between_poll_and_wait_is_not_lost() -> None:
-    async def scenario() -> bool:
-        changes = PubSub()
-        seen = changes.version("allocation:a")
-        changes.publish(["allocation:a"])
-        return await changes.wait("allocation:a", seen, 10)
-
-    assert asyncio.run(scenario())
-
-
-def test_publish_from_thread_wakes_topics_waiters_only() -> None:
-    async def scenario() -> list[bool]:
-        changes = PubSub()
-        waits = [
-            asyncio.create_task(changes.wait("a", 0, 10)),
-            asyncio.create_task(changes.wait("a", 0, 10)),
-            asyncio.create_task(changes.wait("b", 0, 0.05)),
-        ]
-        await asyncio.sleep(0)
-        threading.Thread(target=changes.publish, args=(["a"],)).start()
-        return list(await asyncio.gather(*waits))
-
-    assert asyncio.run(scenario()) == [True, True, False]
-
-
-def test_cancelled_waiter_leaves_no_entry() -> None:
-    async def scenario() -> int:
-        changes = PubSub()
-        wait = asyncio.create_task(changes.wait("a", 0, 10))
-        await asyncio.sleep(0)
-        wait.cancel()
-        await asyncio.gather(wait, return_exceptions=True)
-        changes.publish(["a"])
-        return len(changes._waiters)
-
-    assert asyncio.run(scenario()) == 0
-
-
 def test_listening_thread_is_notified_by_event() -> None:
     changes = PubSub()
     event = changes.listen("scheduler")

@@ -41,7 +41,7 @@ class _Usage:
 
 
 def _read_usage(connection: Connection, devices: Mapping[int, dict[str, Any]]) -> _Usage:
-    rows = tuple(allocations.not_ended(connection))
+    rows = tuple(allocations.all_live(connection))
     containers: dict[int, list[tuple[list[int], dict[str, Any]]]] = {}
     for row in rows:
         by_node: dict[int, list[int]] = {}

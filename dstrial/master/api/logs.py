@@ -98,20 +98,20 @@ async def _lines(
         return
     is_detached = await services.read(tasks.is_detached, wanted.trial_id, wanted.task_id)
     wait_s = _LATE_S if is_detached else _FOLLOW_WAIT_S
-    while left is None or left > 0:
-        seen = services.pubsub.version(topic)
-        is_over = await services.read(_is_over, wanted, is_detached=is_detached)
-        limit = _CHUNK if left is None else min(_CHUNK, left)
-        rows = await services.read(logs.query, dataclasses.replace(wanted, after_id=after, limit=limit))
-        if rows:
-            after = rows[-1].id
-            left = None if left is None else left - len(rows)
-            yield [_line_json(services, wanted, row) for row in rows]
-        if len(rows) == limit:
-            continue
-        if not follows or is_over:
-            return
-        await services.pubsub.wait(topic, seen, wait_s)
+    with services.pubsub.follow(topic.__eq__) as follower:
+        while left is None or left > 0:
+            is_over = await services.read(_is_over, wanted, is_detached=is_detached)
+            limit = _CHUNK if left is None else min(_CHUNK, left)
+            rows = await services.read(logs.query, dataclasses.replace(wanted, after_id=after, limit=limit))
+            if rows:
+                after = rows[-1].id
+                left = None if left is None else left - len(rows)
+                yield [_line_json(services, wanted, row) for row in rows]
+            if len(rows) == limit:
+                continue
+            if not follows or is_over:
+                return
+            await follower.next(wait_s)
 
 
 def _line_json(services: Services, wanted: logs.LogFilter, row: logs.StoredLine) -> dict[str, Any]:

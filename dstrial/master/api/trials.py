@@ -221,18 +221,17 @@ async def preemption_signal(request: ApiRequest) -> dict[str, Any]:
     services = request.services
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + min(max(timeout_s, 0), _MAX_WAIT_S)
-    topic = f"allocation:{allocation_id}"
-    while True:
-        seen = services.pubsub.version(topic)
-        row = await services.read(allocation_rows.require, allocation_id)
-        if not row.is_ready:
-            await services.write(lambda tx: allocation_life.mark_ready(tx, allocation_id))
-            continue
-        is_asked = row.preempt_us is not None or row.state == "TERMINATED"
-        left_s = deadline_s - loop.time()
-        if is_asked or left_s <= 0:
-            return {"preempt": is_asked}
-        await services.pubsub.wait(topic, seen, left_s)
+    with services.pubsub.follow(f"allocation:{allocation_id}".__eq__) as follower:
+        while True:
+            row = await services.read(allocation_rows.require, allocation_id)
+            if not row.is_ready:
+                await services.write(lambda tx: allocation_life.mark_ready(tx, allocation_id))
+                continue
+            is_asked = row.preempt_us is not None or row.state == "TERMINATED"
+            left_s = deadline_s - loop.time()
+            if is_asked or left_s <= 0:
+                return {"preempt": is_asked}
+            await follower.next(left_s)
 
 
 @writes

@@ -377,7 +377,7 @@ class Dispatcher:
 
 
 def _with_slots(live: list[Allocation], places: Sequence[Node], off: Mapping[int, bool]) -> _Queue:
-    """Return a queue with the slots of ``places`` (nodes); ``off`` has the disabled ones."""
+    """Return a queue with the slots of ``places`` (nodes); ``off`` are disabled slots."""
     # A node that went down within the grace period counts as enabled, so that a short outage shrinks no trial.
     grace_start_us = now_us() - _NODE_GRACE_US
     enabled = {

@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dstrial.master.scheduler")
 
-_FIRST_POLL_S = 0.05  # poll interval of an allocation that prints or stops; each poll without news doubles it
-_LONGEST_POLL_S = 0.5
+_POLL_S = 0.2  # interval of polls of all allocations
 _KILL_RETRY_S = 2.0  # interval of repeated kills of an allocation that has not ended
 
 
@@ -54,24 +53,12 @@ class LogPolicy:
 
 @dataclasses.dataclass(slots=True)
 class _State:
-    """The reconciler's state of a live allocation; ``…_s`` are monotonic times."""
+    """The reconciler's state of a live allocation."""
 
-    row: Allocation
-    run: RunRef
-    poll_at_s: float = 0.0
-    poll_period_s: float = _FIRST_POLL_S
     policies: tuple[LogPolicy, ...] | None = None
-    kill_again_s: float = 0.0
+    kill_again_s: float = 0.0  # monotonic time
     is_terminated: bool = False  # whether SIGTERM was sent (commands only)
     deadline: tuple[int, float] | None = None  # preemption deadline as stored, and on the monotonic clock
-
-    def refresh(self, row: Allocation) -> None:
-        before = self.row
-        if row == before:
-            return
-        self.row, self.run = row, run_of(row)
-        if _stop_requests(before) != _stop_requests(row):
-            self.poll_at_s, self.poll_period_s = 0.0, _FIRST_POLL_S
 
 
 class Reconciler:
@@ -83,6 +70,7 @@ class Reconciler:
         self._backend = services.backend
         self._backoff = backoff  # by allocation id
         self._states: dict[str, _State] = {}
+        self._next_poll_s = 0.0  # monotonic time
 
     def adopt(self, rows: Iterable[Allocation]) -> None:
         """Find the processes of live allocations that an earlier master started."""
@@ -94,58 +82,51 @@ class Reconciler:
                 if row.state == "ASSIGNED":
                     self._started(row, run)
 
-    def poll(self, rows: Iterable[Allocation], *, is_all_due: bool) -> float:
-        """Poll the allocations that are due; return the seconds until the next poll.
+    def poll(self, rows: Sequence[Allocation], *, is_due: bool) -> float:
+        """Poll all live allocations ``rows``; return the seconds until the next poll.
 
-        ``rows`` are all live allocations; ``is_all_due`` polls all of them.
+        Polls only if ``is_due`` or the last poll was ``_POLL_S`` ago.
         """
-        states = {}
-        for row in rows:
-            state = states[row.id] = self._states.get(row.id) or _State(row, run_of(row))
-            state.refresh(row)
-        self._states = states
-        for state in states.values():
-            now_s = time.monotonic()
-            if (is_all_due or now_s >= state.poll_at_s) and not self._backoff.delay_s(state.row.id):
-                self._poll_one(state)
-        now_s = time.monotonic()
-        return min(
-            (
-                max(state.poll_at_s - now_s, self._backoff.delay_s(state.row.id), 0.0)
-                for state in states.values()
-            ),
-            default=math.inf,
-        )
-
-    def _poll_one(self, state: _State) -> None:
-        row = state.row
-        self._services.record_scheduler_step(f"polling allocation {row.id}")
-        is_stopping = row.preempt_us is not None or row.kill_us is not None
-        state.poll_period_s = _FIRST_POLL_S if is_stopping else min(state.poll_period_s * 2, _LONGEST_POLL_S)
+        if not rows:
+            return math.inf
+        if not is_due and time.monotonic() < self._next_poll_s:
+            return self._next_poll_s - time.monotonic()
+        self._states = {row.id: self._states.get(row.id) or _State() for row in rows}
         has_more = False
+        for row in rows:
+            if not self._backoff.delay_s(row.id):
+                has_more |= self._poll_one(row)
+        wait_s = 0.0 if has_more else max(_POLL_S, min(self._backoff.delay_s(row.id) for row in rows))
+        self._next_poll_s = time.monotonic() + wait_s
+        return wait_s
+
+    def _poll_one(self, row: Allocation) -> bool:
+        """Reconcile an allocation, or back off; return whether more output is ready."""
+        self._services.record_scheduler_step(f"polling allocation {row.id}")
         try:
-            has_more = self._reconcile(state)
+            has_more = self._reconcile(row, run_of(row), self._states[row.id])
         except Exception:
             logger.exception("polling allocation %s failed; retrying", row.id)
             self._backoff.record_failure(row.id)
-        else:
-            self._backoff.forget(row.id)
-        state.poll_at_s = 0.0 if has_more else time.monotonic() + state.poll_period_s
+            return False
+        self._backoff.forget(row.id)
+        return has_more
 
-    def _reconcile(self, state: _State) -> bool:
+    def _reconcile(self, row: Allocation, run: RunRef, state: _State) -> bool:
         """Store an allocation's new output and exit; return whether more output is ready."""
-        row, run = state.row, state.run
-        self._kill_if_asked(state)  # first, as reading files may fail
+        # Kill first, as reading files may fail.
+        if row.kill_us is not None and time.monotonic() > state.kill_again_s:
+            state.kill_again_s = time.monotonic() + _KILL_RETRY_S
+            self._backend.kill(run)
         # Observe before reading output, so that everything printed before the exit is read.
         exit_ = self._backend.observe(run)
         if row.state == "ASSIGNED" and len(self._backend.supervisors(run)) == len(run.allocated):
             self._started(row, run)
         self._add_notes(row, run)
         if exit_ is None:
-            self._leave_if_due(row, run)
-            self._stop_if_due(state)
+            self._stop_if_due(row, run, state)
             commands.watch(self._services, row)
-        has_more = self._read_outputs(state)
+        has_more = self._read_outputs(row, run, state)
         if exit_ is not None and not has_more:
             self._end(row, run, exit_)
         return has_more
@@ -163,47 +144,40 @@ class Reconciler:
 
         self._database.write(add)
 
-    def _leave_if_due(self, row: Allocation, run: RunRef) -> None:
-        if row.preempt_us is None and row.kill_us is None:
+    def _stop_if_due(self, row: Allocation, run: RunRef, state: _State) -> None:
+        if row.kill_us is not None:
+            return
+        if row.preempt_us is None:
             why = self._backend.leaving_reason(run)
             if why is not None:
                 self._database.write(lambda tx: release(tx, row, why, is_kill=False))
-
-    def _kill_if_asked(self, state: _State) -> None:
-        if state.row.kill_us is not None and time.monotonic() > state.kill_again_s:
-            state.kill_again_s = time.monotonic() + _KILL_RETRY_S
-            self._backend.kill(state.run)
-
-    def _stop_if_due(self, state: _State) -> None:
-        row = state.row
-        why = None if row.kill_us is not None else _expired_grace_period(state)
-        if why is not None:
-            self._database.write(lambda tx: release(tx, row, f"it did not stop within {why}", is_kill=True))
-        if row.preempt_us is not None and row.is_command and not state.is_terminated:
+        elif row.is_command and not state.is_terminated:
             state.is_terminated = True
-            self._backend.ask_to_stop(state.run)
+            self._backend.ask_to_stop(run)
+        expired = _expired_grace_period(row, state)
+        if expired is not None:
+            text = f"it did not stop within {expired}"
+            self._database.write(lambda tx: release(tx, row, text, is_kill=True))
 
-    def _read_outputs(self, state: _State) -> bool:
+    def _read_outputs(self, row: Allocation, run: RunRef, state: _State) -> bool:
         """Store new output of an allocation; return whether more is ready."""
-        row, parts = state.row, {}
-        if not state.run.is_on_own_node:
+        parts: Mapping[int, nodes.AllocationNode] = {}
+        if not run.is_on_own_node:
             with self._database.read() as connection:
                 parts = nodes.parts_of(connection, row.id)
         has_more = False
-        for output in self._backend.outputs(state.run):
+        for output in self._backend.outputs(run):
             part = parts.get(output.node_id)
             offset = row.log_offset if part is None else part.log_offset
-            has_more |= self._read_output(state, output, offset)
+            has_more |= self._read_output(row, state, output, offset)
         return has_more
 
-    def _read_output(self, state: _State, output: Output, offset: int) -> bool:
-        row = state.row
+    def _read_output(self, row: Allocation, state: _State, output: Output, offset: int) -> bool:
         read = read_lines(output.directory, offset, CHUNK_BYTES)
         lines = read.lines
         if not lines:
             return read.has_more
-        state.poll_period_s = _FIRST_POLL_S
-        matched = matches(self._policies_of(state), (line.text for line in lines))
+        matched = matches(self._policies_of(row, state), (line.text for line in lines))
         triggered = self._services.log_triggers.find(line.text for line in lines)
         name = self._services.node_name(output.node_id)
 
@@ -223,12 +197,12 @@ class Reconciler:
         self._database.write(store)
         return read.has_more
 
-    def _policies_of(self, state: _State) -> tuple[LogPolicy, ...]:
-        if state.policies is None and state.row.is_command:
-            state.policies = ()
-        elif state.policies is None:
+    def _policies_of(self, row: Allocation, state: _State) -> tuple[LogPolicy, ...]:
+        if row.is_command:
+            return ()
+        if state.policies is None:
             with self._database.read() as connection:
-                experiment = experiment_rows.require(connection, state.row.experiment_id)
+                experiment = experiment_rows.require(connection, row.experiment_id)
             state.policies = compile_policies(json.loads(experiment.config))
         return state.policies
 
@@ -272,22 +246,12 @@ class Reconciler:
                 exit_, traceback = _with_explanation(output.directory, exit_)
                 if traceback is not None or exit_.explanation is not None:
                     break
-        exited = life.exited if row.is_command else self._trial_exited(row, run, exit_)
-        self._finish(row, run, exit_, exited, traceback)
+        exited: Callable[..., None] = life.exited
+        if not row.is_command:
+            trouble = None if exit_.exit_code == 0 else self._services.storages.trouble_of(row.experiment_id)
+            begun = self._backend.begun_checkpoints(run)
+            exited = functools.partial(allocations.allocation_exited, storage_trouble=trouble, begun=begun)
 
-    def _trial_exited(self, row: Allocation, run: RunRef, exit_: AllocationExit) -> Callable[..., None]:
-        trouble = None if exit_.exit_code == 0 else self._services.storages.trouble_of(row.experiment_id)
-        begun = self._backend.begun_checkpoints(run)
-        return functools.partial(allocations.allocation_exited, storage_trouble=trouble, begun=begun)
-
-    def _finish(
-        self,
-        row: Allocation,
-        run: RunRef,
-        exit_: AllocationExit,
-        exited: Callable[..., None],
-        traceback: str | None,
-    ) -> None:
         def end(tx: Transaction) -> None:
             for one in exit_.nodes:
                 nodes.update_part(
@@ -308,13 +272,9 @@ def release(tx: Transaction, row: Allocation, why: str, *, is_kill: bool) -> Non
         endings.release(tx, row.trial_id, why, is_kill=is_kill)
 
 
-def _stop_requests(row: Allocation) -> tuple[int | None, ...]:
-    return (row.preempt_us, row.preempt_deadline_us, row.kill_us)
-
-
-def _expired_grace_period(state: _State) -> str | None:
+def _expired_grace_period(row: Allocation, state: _State) -> str | None:
     """Return a stop request's grace period as text if it has expired, else None."""
-    row, deadline_us = state.row, state.row.preempt_deadline_us
+    deadline_us = row.preempt_deadline_us
     if deadline_us is None:
         return None
     limit_s = (deadline_us - (row.preempt_us or now_us())) / 1e6

@@ -61,7 +61,7 @@ def slots_to_resume_with(connection: Connection, row: WaitingTrial, available: i
 def find_growth(
     connection: Connection, free: Collection[int], enabled: Collection[int], used_by: Mapping[int, int]
 ) -> tuple[int, str] | None:
-    """Return (trial id, reason) of a trial to stop because it can resume on more slots.
+    """Return (trial id, reason) of a trial to stop, as it can resume on more slots.
 
     ``free`` and ``enabled`` are slot ids; ``used_by`` maps experiment id -> number of slots in use.
     """

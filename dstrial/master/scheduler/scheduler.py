@@ -152,7 +152,7 @@ class Scheduler:
         version = self._services.pubsub.version("scheduler")  # before reading rows, to miss no change
         with self._database.read() as connection:
             live = allocation_rows.all_live(connection)
-        wait_s = min(self._reconciler.poll(live, is_all_due=version != self._version), _IDLE_TICK_S)
+        wait_s = min(self._reconciler.poll(live, is_due=version != self._version), _IDLE_TICK_S)
         self._version = version
         self._services.record_scheduler_step("assigning slots")
         if self._dispatcher.poll():

@@ -21,7 +21,7 @@ _MAX_NAMED = 3  # slot users named in one line
 
 
 def waiting_text(one: Waiting, num_enabled: int, live: Sequence[Allocation], before: str | None) -> str:
-    """Return a log line: how many slots a trial waits for, and which allocations use them.
+    """Return a log line: the slots that a trial waits for, and the users of slots.
 
     ``before`` names the first trial in the queue; None if the waiting trial is first.
     """

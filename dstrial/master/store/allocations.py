@@ -72,10 +72,6 @@ def all_live(connection: sqlite3.Connection) -> list[Allocation]:
     return _where(connection, "state IN ('ASSIGNED', 'RUNNING') ORDER BY start_us")
 
 
-def not_ended(connection: sqlite3.Connection) -> list[Allocation]:
-    return _where(connection, "state != 'TERMINATED' ORDER BY id")
-
-
 class _Supervisor(Protocol):
     @property
     def pid(self) -> int: ...

@@ -186,7 +186,7 @@ def test_reconciler_sleeps_while_allocation_is_postponed(fresh_master: Master) -
         [row] = allocation_rows.all_live(connection)[:1]
     reconciler = Reconciler(services, Backoff(first_s=60))
 
-    reconciler.poll([row], is_all_due=True)
+    reconciler.poll([row], is_due=True)
     time.sleep(0.6)  # the longest poll interval
 
-    assert reconciler.poll([row], is_all_due=False) > 30
+    assert reconciler.poll([row], is_due=False) > 30
