@@ -28,10 +28,9 @@ def test_trial_command_has_absolute_paths_and_all_options(
         run_dir=Path("runs/1"),
         resume="latest",
         test_mode=True,
-        python="python3",
     )
     assert command == [
-        *("python3", "-m", "dstrial.launch.rank_main", "--trial", "model_def:MyTrial"),
+        *(sys.executable, "-m", "dstrial.launch.rank_main", "--trial", "model_def:MyTrial"),
         *("--context-dir", str(tmp_path / "ctx"), "--config", str(tmp_path / "exp.yaml")),
         *("--override=a=--b", "--run-dir", str(tmp_path / "runs/1"), "--resume=latest", "--test"),
     ]
@@ -105,17 +104,6 @@ def test_unusable_trial_prints_trial_import_error(source: str, message: str, tmp
     assert "TrialImportError: --trial is 'trial_rank_def:MyTrial'" in result.stderr
     assert result.stderr.rstrip().endswith(message)
     assert "rank_main.py" not in result.stderr
-
-
-@pytest.mark.process
-def test_num_slots_prefers_command_line_then_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dstrial.launch.slots import num_slots
-
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert num_slots(3, 2) == 3
-    assert num_slots(None, 2) == 2
-    assert num_slots(None, 0) == 1
-    assert num_slots(None, None) == 1
 
 
 @pytest.mark.process

@@ -148,23 +148,3 @@ def test_process_group_created_during_import_uses_filestore(tmp_path: Path) -> N
     done = warm_start.run(words, cwd=tmp_path, env=env, timeout=200)
     assert (tmp_path / "store").read_text() == "FileStore", done.stderr
     assert "RuntimeError: the ranks are [0, 1]" in done.stderr
-
-
-INIT_THREE_TIMES = """
-import dstrial
-for turn in range(3):
-    with dstrial.init(hparams={}, exp_conf={"name": "again"}) as context:
-        assert context.distributed.allgather(turn) == [turn, turn]
-print("met three times")
-"""
-
-
-@pytest.mark.ranks
-def test_process_group_is_recreated_after_shutdown(tmp_path: Path) -> None:
-    """Regression: keys of the old group in the launcher's store named closed ports."""
-    (tmp_path / "again.py").write_text(INIT_THREE_TIMES)
-    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    done = warm_start.run(["dstrial.launch", "--slots", "2", "again.py"], cwd=tmp_path, env=env, timeout=200)
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("met three times") == 2

@@ -81,7 +81,7 @@ def test_num_slots_defaults_to_device_count(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     assert slots.num_slots(None, None) == 4
-    assert slots.num_slots(None, 3) == 3
+    assert (slots.num_slots(None, 3), slots.num_slots(2, 3)) == (3, 2)
     monkeypatch.setattr(slots.glob, "glob", lambda _path: [])
     assert slots.num_slots(None, None) == 1
 

@@ -76,8 +76,3 @@ def test_job_ends_hour_after_last_heartbeat(job_dir: Path) -> None:
         os.utime(alive, (an_hour_ago, an_hour_ago))
         assert process.wait(60) == 0
     assert (job_dir / "12.nodes").read_text() == "host1 2\n"
-
-
-def test_job_ends_without_alive_file(job_dir: Path) -> None:
-    with start_script(job_dir) as process:
-        assert process.wait(60) == 0

@@ -125,11 +125,3 @@ def test_directory_with_unsupported_characters_is_refused(name: str) -> None:
         )
     with pytest.raises(ConfigError, match="the run, working or state directory is"):
         holding_script(name="x", title="x", request=[], options=[], directory=path)
-
-
-def test_quotes_in_directories_are_escaped_for_sbatch() -> None:
-    """tests/hosts/test_run_under_slurm.py submits such a directory to a real sbatch."""
-    directory = Path("""/John's "runs" #1""")
-    script = holding_script(name="x", title="x", request=[], options=[], directory=directory)
-
-    assert """#SBATCH --chdir="/John's \\"runs\\" #1\"""" in script.splitlines()

@@ -205,13 +205,3 @@ def test_rank_lingering_after_program_end_is_ended_once(ranks: Callable[..., Ran
         "warning: rank 1 has not ended 60 s after its program: its threads are in read_records (rank.py:"
     )
     assert both.ended == []
-
-
-def test_signal_is_not_sent_to_process_without_handler(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
-    (tmp_path / "1.stacks").mkdir()  # a directory, so that rank 1 cannot write its stacks
-    both = ranks(timeout_s=5.0)
-    both.train(0, 1, 2)
-    both.pass_time(20)
-    assert both.lines
-    assert [process.poll() for process in both.processes] == [None, None]
-    both.train(3)
