@@ -28,7 +28,7 @@ def storage(tmp_path: Path) -> dict[str, Any]:
     checkpoint.mkdir(parents=True)
     layout = LAYOUT.to_json()
     write_manifest(checkpoint, Manifest.build(steps_completed=10, layouts=[layout], files={}))
-    engine = EngineRecord.from_layout(layout, {"given": {"train_batch_size": 24, "optimizer": "Adam"}})
+    engine = EngineRecord.from_layout(layout, {"given": {"train_batch_size": 24}})
     (checkpoint / "metadata.json").write_text(json.dumps(run_metadata([engine], 7)))
     (tmp_path / "ds.json").write_text('{"train_batch_size": 24, "zero_optimization": {"stage": 1}}')
     return {"type": "directory", "container_path": str(tmp_path / "checkpoints")}

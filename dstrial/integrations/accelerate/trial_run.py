@@ -406,8 +406,7 @@ def settings_as_given(runtime: TrialRuntime, engine_idx: int) -> dict[str, Any]:
         )
     except ConfigError:
         return own
-    kinds = {key: value for key, value in own.items() if isinstance(value, str)}
-    return {**kinds, **given_settings(merged)}
+    return given_settings(merged)
 
 
 def micro_batch_before(runtime: TrialRuntime) -> int | None:
