@@ -11,7 +11,7 @@ import yaml
 from det_here import DetHere
 from determined.common import api
 from determined.common.api import bindings
-from serving import Master, serving
+from serving import Master
 
 from dstrial.master.store import allocations, background_jobs, checkpoints
 from dstrial.master.store.database import Transaction
@@ -155,13 +155,3 @@ def test_deleted_checkpoint_keeps_file_list(fresh_master: Master, session: api.S
     assert found.resources == {"a": "1"}
     trial = bindings.get_GetTrial(session, trialId=1).trial
     assert (trial.checkpointCount, trial.totalCheckpointSize) == (0, "0")
-
-
-def test_login_page_names_existing_credentials_file(fresh_master: Master, tmp_path: Path) -> None:
-    with_file = fresh_master.get("/", token=None).content.decode()
-    with serving(tmp_path / "blank", has_passwords=False) as blank:
-        without = blank.get("/", token=None).content.decode()
-
-    assert "credentials.json" in with_file
-    assert "credentials.json" not in without
-    assert "The password is blank" in without
