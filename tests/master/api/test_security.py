@@ -115,6 +115,10 @@ def test_non_public_routes_require_valid_token(served: Master) -> None:
             assert _ask(served, route, token, values) == 401, (_name(route), token)
 
 
+def test_authentication_precedes_path_parameter_validation(served: Master) -> None:
+    assert served.get("/api/v1/users/one", None).status == 401
+
+
 def test_trial_token_cannot_use_user_or_admin_routes(served: Master) -> None:
     for route in _routes(USER, ADMIN):
         assert _ask(served, route, "trial-1", _OWN) == 403, _name(route)
@@ -177,6 +181,11 @@ def test_allocation_tokens_end_with_allocation(fresh_master: Master) -> None:
     assert status("trial-1") == 401
     assert status("trial-1-user") == 401
     assert fresh_master.get("/api/v1/tasks/2.request", "trial-2").status == 200
+
+
+def test_leftover_token_of_ended_allocation_is_invalid(fresh_master: Master) -> None:
+    fresh_master.change("UPDATE allocations SET state = 'TERMINATED' WHERE trial_id = 1")
+    assert fresh_master.get("/api/v1/tasks/1.request", "trial-1").status == 401
 
 
 def test_database_contains_no_plain_tokens(fresh_master: Master) -> None:
