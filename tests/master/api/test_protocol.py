@@ -13,7 +13,7 @@ from determined.common import api
 from determined.common.api import bindings
 from serving import Master
 
-from dstrial.master.store import allocations, background_jobs, checkpoints
+from dstrial.master.store import allocations, checkpoints
 from dstrial.master.store.database import Transaction
 
 pytestmark = pytest.mark.process
@@ -24,27 +24,6 @@ CONFIG = {
     "searcher": {"name": "single", "metric": "loss"},
     "hyperparameters": {},
 }
-
-
-def test_checkpoint_gc_task_stays_listed_after_end(fresh_master: Master, session: api.Session) -> None:
-    name = "Checkpoint GC (Experiment 1)"
-
-    def names() -> set[str]:
-        return {one.name for one in (bindings.get_GetTasks(session).allocationIdToSummary or {}).values()}
-
-    database = fresh_master.services.database
-    database.write(lambda tx: background_jobs.request(tx, "gc", 1))
-    assert name in names()
-    with database.read() as connection:
-        row = background_jobs.next_pending(connection)
-    assert row is not None
-    database.write(lambda tx: background_jobs.done(tx, row.id))
-    with database.read() as connection:
-        assert background_jobs.next_pending(connection) is None
-    # Clients poll twice a second for the task, so it stays listed for some seconds.
-    assert name in names()
-    fresh_master.change("UPDATE work SET ended_us = ended_us - 3000000")
-    assert name not in names()
 
 
 def test_feature_switches_are_empty_lists(fresh_master: Master, admin: api.Session) -> None:
