@@ -9,7 +9,6 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.config.documents import read_yaml_text
-from dstrial.config.experiment_config.command import DEFAULT_PRIORITY
 from dstrial.config.secrets import SecretNames, masked_json, unmasked
 from dstrial.errors import RequestError
 from dstrial.master.api.agents import device_json, devices_of
@@ -22,7 +21,7 @@ from dstrial.master.http.router import TRIAL, USER, ApiRequest, reads, route, wr
 from dstrial.master.http.serializers import time_or_none
 from dstrial.master.lifecycle import commands as life
 from dstrial.master.services import Services
-from dstrial.master.store import background_jobs, commands, projects, tasks
+from dstrial.master.store import commands, projects, tasks
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.commands import NewCommand
 from dstrial.master.store.database import Connection, Transaction
@@ -47,21 +46,6 @@ def _ports(row: tasks.ActiveAllocation) -> list[dict[str, Any]]:
     ]
 
 
-def _summary_json(services: Services, **fields: Any) -> dict[str, Any]:
-    return message(
-        bindings.v1AllocationSummary,
-        **{
-            "resources": [],
-            "slotsNeeded": 0,
-            "resourcePool": services.settings.pool_name,
-            "schedulerType": "priority",
-            "priority": DEFAULT_PRIORITY,
-            "proxyPorts": [],
-            **fields,
-        },
-    )
-
-
 def _summary(
     services: Services,
     row: tasks.ActiveAllocation,
@@ -80,8 +64,8 @@ def _summary(
         containerId=row.resources_id,
         agentDevices=by_agent,
     )
-    return _summary_json(
-        services,
+    return message(
+        bindings.v1AllocationSummary,
         taskId=row.task_id,
         allocationId=row.id,
         name=row.name,
@@ -90,17 +74,8 @@ def _summary(
         slotsNeeded=len(row.slots),
         priority=row.priority,
         proxyPorts=_ports(row),
-    )
-
-
-def _collection(services: Services, row: background_jobs.BackgroundJob) -> dict[str, Any]:
-    task_id = f"checkpoint-gc-{row.id}"
-    return _summary_json(
-        services,
-        taskId=task_id,
-        allocationId=f"{task_id}.1",
-        name=f"Checkpoint GC (Experiment {row.experiment_id})",
-        registeredTime=format_us(row.created_us),
+        resourcePool=services.settings.pool_name,
+        schedulerType="priority",
     )
 
 
@@ -110,7 +85,6 @@ def list_tasks(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     names = {node.id: node.name for node in services.backend.nodes()}
     devices = devices_of(services)
     found = [_summary(services, row, names, devices) for row in tasks.active(connection)]
-    found += [_collection(services, row) for row in background_jobs.collections(connection)]
     return {"allocationIdToSummary": {one["allocationId"]: one for one in found}}
 
 

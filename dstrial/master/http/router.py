@@ -416,18 +416,17 @@ _INSTEAD = {
 
 
 def _no_route_error(method: str, path: str, methods: list[str]) -> RequestError:
-    instead = _INSTEAD.get("".join(path.split("/")[3:4]))
-    if methods and instead is None:
+    if path.startswith(f"{API_PREFIX}/"):
+        instead = _INSTEAD.get(path.split("/")[3], "Use a Determined cluster for it")
+        text = f"{method} {path[:120]} is not offered by the embedded master. {instead}; the README lists what is offered."
+        return RequestError(501, text)
+    if methods:
         return RequestError(
             405, f"the method of {path} is {method}; expected {' or '.join(methods)}. Send one of these."
         )
-    if not path.startswith(f"{API_PREFIX}/"):
-        return RequestError(
-            404,
-            f"{method} {path[:120]} does not exist; expected a request of Determined 0.38.1. Check the path.",
-        )
-    fix = f"{instead or 'Use a Determined cluster for it'}; the README lists what is offered."
-    return RequestError(501, f"{method} {path[:120]} is not offered by the embedded master. {fix}")
+    return RequestError(
+        404, f"{method} {path[:120]} does not exist; expected a request of Determined 0.38.1. Check the path."
+    )
 
 
 def _parse_int32(text: str) -> int | None:

@@ -114,27 +114,26 @@ def code_differences(before: bytes, after: bytes) -> list[str]:
     old, new = ({file.path: file.digest for file in list_files(tgz)} for tgz in (before, after))
     changed = sorted({path for path, _ in old.items() ^ new.items()})
     shown = frozenset(changed[:_MAX_CHANGED])
-    starts = [
+    old_starts, new_starts = (
         read_starts(tgz, shown & paths.keys(), MAX_TEXT_BYTES) for tgz, paths in ((before, old), (after, new))
-    ]
+    )
     found: list[str] = []
     for path in sorted(shown):
-        names = [
-            f"{place}/{path}" if path in paths else "/dev/null" for place, paths in (("a", old), ("b", new))
-        ]
-        texts = [_lines_of(given[path][0]) if path in given else [] for given in starts]
-        lines = list(difflib.unified_diff(texts[0], texts[1], names[0], names[1], lineterm=""))
-        found += lines or [
-            f"--- {names[0]}",
-            f"+++ {names[1]}",
+        old_name = f"a/{path}" if path in old else "/dev/null"
+        new_name = f"b/{path}" if path in new else "/dev/null"
+        texts = _lines_of(old_starts.get(path)), _lines_of(new_starts.get(path))
+        found += list(difflib.unified_diff(texts[0], texts[1], old_name, new_name, lineterm="")) or [
+            f"--- {old_name}",
+            f"+++ {new_name}",
             "(they differ, but not in the text that is compared)",
         ]
     left_out = len(changed) - len(shown)
     return [*found, f"({left_out:,} more files differ)"] if left_out else found
 
 
-def _lines_of(content: bytes) -> list[str]:
-    return [] if b"\0" in content else content.decode("utf-8", "replace").splitlines()[:_MAX_LINES]
+def _lines_of(start: tuple[bytes, int] | None) -> list[str]:
+    content = b"" if start is None or b"\0" in start[0] else start[0]
+    return content.decode("utf-8", "replace").splitlines()[:_MAX_LINES]
 
 
 async def get_difference(request: ApiRequest) -> Json:
@@ -153,8 +152,8 @@ async def get_difference(request: ApiRequest) -> Json:
         if tgzs:
             return code_differences(*tgzs)
         configs = [json.loads(masked_json(row.config, services.secret_names)) for row in rows]
-        texts = [yaml_text(config).splitlines() for config in configs]
-        return list(difflib.unified_diff(texts[0], texts[1], "a/config", "b/config", lineterm=""))
+        old, new = (yaml_text(config).splitlines() for config in configs)
+        return list(difflib.unified_diff(old, new, "a/config", "b/config", lineterm=""))
 
     lines = await services.check(compare)
     return {"lines": as_data(lines[:_MAX_LINES]), "more": len(lines) > _MAX_LINES}

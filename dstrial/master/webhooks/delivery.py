@@ -184,7 +184,7 @@ _BACKOFF_S = 60.0  # backoff after a local error, for example a full disk
 
 
 class Delivery:
-    """Sends queued events, one at a time per webhook, each webhook in a thread of its own.
+    """Sends queued events: one thread per webhook, one event at a time.
 
     Delivery is at least once: after a crash of the master, an event may be sent again, with the same ``event_id``.
     """

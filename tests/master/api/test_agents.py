@@ -78,10 +78,3 @@ def test_disabled_agent_disables_all_slots(fresh_master: Master, admin: api.Sess
 def test_disable_unknown_agent_or_slot_is_404(served: Master, path: str) -> None:
     path = f"/api/v1/agents/{path.format(agent=served.services.agent_id)}/disable"
     assert served.send("POST", path, {}, token="admin").status == 404
-
-
-def test_resource_pools_list_single_default_pool(admin: api.Session) -> None:
-    (pool,) = bindings.get_GetResourcePools(admin).resourcePools or []
-    assert pool.defaultComputePool
-    assert pool.schedulerType is bindings.v1SchedulerType.PRIORITY
-    assert (pool.slotsAvailable, pool.slotsUsed) == (NUM_SLOTS, 2)

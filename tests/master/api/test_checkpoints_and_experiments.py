@@ -47,6 +47,20 @@ def test_trial_reports_only_for_own_allocation(
 
 
 @pytest.mark.parametrize(
+    ("told", "status"),
+    [
+        ("0001-01-01T00:00:00Z", 200),
+        ("9999-12-31T23:59:59.999999Z", 200),
+        ("9999-12-31T23:59:59-23:00", 400),
+        ("0001-01-01T00:00:00+23:00", 400),
+    ],
+)
+def test_time_of_report_is_within_calendar(fresh_master: Master, told: str, status: int) -> None:
+    body = {"uuid": NEW_UUID, "taskId": "1.request", "metadata": {}, "reportTime": told}
+    assert fresh_master.send("POST", "/api/v1/checkpoints", body, token="trial-1").status == status
+
+
+@pytest.mark.parametrize(
     "name",
     [
         "<cluster id>",

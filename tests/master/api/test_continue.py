@@ -108,18 +108,6 @@ def test_continue_merges_override_into_current_config(
     assert shown["originalConfig"] == submitted
 
 
-@pytest.mark.parametrize("text", ["", "{}\n", "null", "# nothing\n"])
-def test_continue_with_empty_override_is_accepted(
-    det: DetHere, fresh_master: Master, tmp_path: Path, text: str
-) -> None:
-    experiment_id, _ = killed_experiment(det, fresh_master, tmp_path, "grid")
-
-    body = {"id": experiment_id, "overrideConfig": text}
-    answer = fresh_master.send("POST", "/api/v1/experiments/continue", body, token="determined")
-
-    assert answer.status == 200, answer.content
-
-
 def test_continue_rejects_override_for_multi_trial_search(
     det: DetHere, fresh_master: Master, tmp_path: Path
 ) -> None:

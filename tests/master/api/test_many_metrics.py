@@ -51,23 +51,6 @@ def test_metrics_are_streamed_completely_in_order(session: api.Session, fresh_ma
     assert [row.totalBatches for answer in answers for row in answer.metrics] == list(range(0, 2500, 2))
 
 
-def test_workload_pages_equal_slices_of_all_workloads(session: api.Session) -> None:
-    for steps in range(1, 30):
-        report(session, steps, {"loss": 1.0 / steps})
-        if steps % 5 == 0:
-            report(session, steps, {"loss": 1.0 / steps}, "validation")
-
-    def page(**chosen: Any) -> list[dict[str, Any]]:
-        return [
-            one.to_json() for one in bindings.get_GetTrialWorkloads(session, trialId=1, **chosen).workloads
-        ]
-
-    every = page(limit=-1)
-    assert len(every) == 29 + 5 + 1
-    assert [one for start in range(0, 35, 4) for one in page(offset=start, limit=4)] == every
-    assert len(page(filter=bindings.GetTrialWorkloadsRequestFilterOption.VALIDATION)) == 5
-
-
 @pytest.mark.parametrize("place", ["avgMetrics", "batchMetrics"])
 def test_metric_name_too_long_is_rejected(fresh_master: Master, place: str) -> None:
     values = {"l" * 100_000: 1.0}

@@ -124,28 +124,3 @@ def test_registered_checkpoints_cannot_be_deleted(
         "delete_checkpoints",
         "delete_experiment",
     ]
-
-
-def test_version_metrics_come_from_dependent_trials(
-    determined: client.Determined, fresh_master: Master
-) -> None:
-    model = determined.create_model("net")
-    versions = [model.register_version(fresh_master.checkpoints[1]) for _ in range(2)]
-    for group, steps in (("inference", 1), ("validation", 2)):
-        report = {"trialRunId": 1, "stepsCompleted": steps, "metrics": {"avgMetrics": {"loss": steps}}}
-        body = {"group": group, "metrics": report}
-        assert fresh_master.send("POST", "/api/v1/trials/2/metrics", body, token="trial-2-user").status == 200
-    source = {
-        "trialId": 2,
-        "checkpointUuid": fresh_master.checkpoints[1],
-        "trialSourceInfoType": "TRIAL_SOURCE_INFO_TYPE_INFERENCE",
-        "modelId": model.model_id,
-        "modelVersion": 2,
-    }
-    for version, status in ((2, 200), (9, 404)):
-        body = {"trialSourceInfo": {**source, "modelVersion": version}}
-        assert fresh_master.send("POST", "/api/v1/trial-source-info", body, token="trial-2").status == status
-
-    assert list(versions[0].iter_metrics()) == []
-    assert [one.metrics for one in versions[1].iter_metrics("inference")] == [{"loss": 1}]
-    assert len(list(versions[1].iter_metrics())) == 2

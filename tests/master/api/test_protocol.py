@@ -11,9 +11,9 @@ import yaml
 from det_here import DetHere
 from determined.common import api
 from determined.common.api import bindings
-from serving import Master, serving
+from serving import Master
 
-from dstrial.master.store import background_jobs, checkpoints
+from dstrial.master.store import checkpoints
 
 pytestmark = pytest.mark.process
 
@@ -23,22 +23,6 @@ CONFIG = {
     "searcher": {"name": "single", "metric": "loss"},
     "hyperparameters": {},
 }
-
-
-def test_checkpoint_gc_is_listed_as_task(fresh_master: Master, session: api.Session) -> None:
-    name = "Checkpoint GC (Experiment 1)"
-
-    def names() -> set[str]:
-        return {one.name for one in (bindings.get_GetTasks(session).allocationIdToSummary or {}).values()}
-
-    database = fresh_master.services.database
-    database.write(lambda tx: background_jobs.request(tx, "gc", 1))
-    assert name in names()
-    with database.read() as connection:
-        row = background_jobs.next_pending(connection)
-    assert row is not None
-    database.write(lambda tx: background_jobs.done(tx, row.id))
-    assert name not in names()
 
 
 def test_feature_switches_are_empty_lists(fresh_master: Master, admin: api.Session) -> None:
@@ -141,13 +125,3 @@ def test_deleted_checkpoint_keeps_file_list(fresh_master: Master, session: api.S
     assert found.resources == {"a": "1"}
     trial = bindings.get_GetTrial(session, trialId=1).trial
     assert (trial.checkpointCount, trial.totalCheckpointSize) == (0, "0")
-
-
-def test_login_page_names_existing_credentials_file(fresh_master: Master, tmp_path: Path) -> None:
-    with_file = fresh_master.get("/", token=None).content.decode()
-    with serving(tmp_path / "blank", has_passwords=False) as blank:
-        without = blank.get("/", token=None).content.decode()
-
-    assert "credentials.json" in with_file
-    assert "credentials.json" not in without
-    assert "The password is blank" in without

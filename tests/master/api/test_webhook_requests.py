@@ -257,27 +257,6 @@ def alert(master: Master, token: str, **body: Any) -> int:
     ).status
 
 
-def test_trial_alert_reaches_webhooks_named_in_config(
-    fresh_master: Master, receiver: Receiver, delivery: Delivery
-) -> None:
-    make(fresh_master, receiver.url, [bindings.v1Trigger(triggerType=CUSTOM)], mode=SPECIFIC)
-    assert alert(fresh_master, "trial-1") == 200
-    assert_no_pending_events(fresh_master)
-    (line,) = fresh_master.rows("SELECT log, level FROM logs WHERE trial_id = 1")
-    assert line["level"] == "WARNING"
-    assert "reaches no webhook" in line["log"]
-
-    configure(fresh_master, {"webhook_name": ["hook"]})
-    assert alert(fresh_master, "trial-1") == 200
-
-    (got,) = receiver.wait()
-    assert got.is_signed_with(fresh_master.services.signing_key)
-    assert got.json["event_type"] == "CUSTOM"
-    assert got.json["condition"] == {"state": "ACTIVE"}
-    assert got.json["event_data"]["custom_data"] == {"title": "T", "description": "D", "level": "WARNING"}
-    assert got.json["event_data"]["experiment"]["trial_id"] == 1
-
-
 def test_alert_foreign_or_invalid_is_refused(fresh_master: Master) -> None:
     assert alert(fresh_master, "trial-2") == 403
     assert alert(fresh_master, "trial-1", experimentId=2) == 403

@@ -43,11 +43,6 @@ class Browser:
         )
         self.page.wait_for_selector(wait_for)
 
-    def open_bare(self) -> None:
-        """Open a document without the page's policy, to import modules of the page."""
-        self.page.route("**/favicon.ico", lambda route: route.fulfill(status=204))
-        self.page.goto(f"{self.address}/page/assets/icon.svg")
-
     def forgive(self, text: str) -> None:
         """Drop logged errors that contain a text, such as that of an expected response."""
         self.problems[:] = [one for one in self.problems if text not in one]

@@ -24,19 +24,6 @@ def trials_of(master: Master, experiment: int) -> list[int]:
     return [row["id"] for row in master.get(f"/page/experiments/{experiment}/trials").json["trials"]]
 
 
-def test_experiment_contains_fields_of_its_list_row(seeded_master: Master, search: int) -> None:
-    (row,) = seeded_master.get(f"/page/experiments?ids={search}").json["experiments"]
-    assert (row["name"], row["state"], row["trials"], row["labels"]) == ("<b>", "COMPLETED", 3, ["long"])
-    assert row["hyperparameters"]["lr"]["type"] == "log"
-    one = seeded_master.get(f"/page/experiments/{search}").json
-    assert {key: one["experiment"][key] for key in row} == row
-    assert one["metrics"] == {
-        "groups": {"training": ["accuracy", "loss"], "validation": ["accuracy", "loss"]},
-        "more": False,
-    }
-    assert row["id"] in [each["id"] for each in seeded_master.get("/page/experiments").json["experiments"]]
-
-
 def test_curve_is_downsampled_with_both_ends_kept(seeded_master: Master, search: int) -> None:
     first, *_ = trials = trials_of(seeded_master, search)
     path = "/page/series?group=validation&name=loss" + "".join(f"&trials={trial}" for trial in trials)

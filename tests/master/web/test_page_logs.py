@@ -71,17 +71,6 @@ def test_pages_cover_log_in_both_directions(seeded: Seeded) -> None:
     assert forth == list(range(1000))
 
 
-def test_endpoint_filters_lines_by_level_rank_text(seeded: Seeded) -> None:
-    everything = range(1000)
-    assert seeded.numbers(limit=1000, level="WARNING") == [idx for idx in everything if idx % 5 >= 3]
-    # A line without a level counts as INFO.
-    assert seeded.numbers(limit=1000, level="INFO") == [idx for idx in everything if idx % 5 != 1]
-    assert seeded.numbers(limit=1000, rank=2) == [idx for idx in everything if idx % 3 == 2]
-    assert seeded.numbers(limit=1000, rank=[-1, 1]) == [idx for idx in everything if idx % 3 != 2]
-    assert seeded.numbers(limit=1000, text="sTEP 99") == [99, *range(990, 1000)]
-    assert seeded.numbers(text="%") == seeded.numbers(text="_") == []
-
-
 def test_search_resumes_across_requests(seeded: Seeded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_pages, "MAX_SEARCHED", 300)
     page = seeded.logs(text="Step 5 ")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import uuid
 from collections.abc import Callable
 
 import pytest
@@ -95,11 +94,6 @@ def test_chart_axis_offers_epochs_records_and_time(browser: Browser, seeded: See
         browser.until(f"document.querySelector('.plot').getAttribute('aria-label').includes('over {label}')")
 
 
-def test_chart_counts_non_finite_values(browser: Browser, seeded: Seeded) -> None:
-    browser.show(f"/det/trials/{seeded.trial}?find=broken.x", ".chart")
-    browser.until("document.querySelector('.chart').innerText.includes('2 values are not finite')")
-
-
 def test_instruments_are_shown_by_rank(browser: Browser, seeded: Seeded) -> None:
     browser.show(f"/det/trials/{seeded.trial}/instruments", "table.bars")
     slow = browser.page.locator("table[aria-label='Time of a batch by rank'] tr").nth(1)
@@ -179,38 +173,3 @@ def test_trial_deleted_while_open_shows_notice(open_browser: Open, seeded_master
     browser.until("document.querySelector('main').innerText.includes('This trial has been deleted')")
     assert browser.page.locator("main h1").inner_text().startswith(f"Trial {gone.trial}")
     browser.forgive("404")
-
-
-def test_unknown_trial_shows_error(open_browser: Open) -> None:
-    browser = open_browser()
-    browser.open("/det/trials/999999", "main .problem")
-    assert "trial 999999 is not found" in browser.text("main .problem")
-    browser.forgive("404")
-
-
-def test_extreme_report_times_break_no_view(
-    open_browser: Callable[..., Browser], seeded_master: Master
-) -> None:
-    for told, status in (
-        ("0001-01-01T00:00:00Z", 200),
-        ("9999-12-31T23:59:59.999999Z", 200),
-        ("9999-12-31T23:59:59-23:00", 400),
-        ("0001-01-01T00:00:00+23:00", 400),
-    ):
-        body = {
-            "uuid": str(uuid.uuid4()),
-            "taskId": "1.request",
-            "allocationId": "1.request.1",
-            "reportTime": told,
-        }
-        answer = seeded_master.send(
-            "POST",
-            "/api/v1/checkpoints",
-            {**body, "resources": {"a": "1"}, "metadata": {"steps_completed": 1}, "state": "STATE_COMPLETED"},
-            token="trial-1",
-        )
-        assert answer.status == status, answer.content
-    browser = open_browser()
-    browser.open("/det/experiments/1/checkpoints", "tbody tr[data-idx='0']")
-    browser.show("/det/trials/1/checkpoints", "tbody tr[data-idx='0']")
-    assert [text for text in browser.texts("time") if "Invalid" in text] == []

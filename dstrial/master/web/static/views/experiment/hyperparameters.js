@@ -47,7 +47,12 @@ export function Hyperparameters({ id, experiment, trials }) {
   );
   const marks = useMemo(() => drawn.map((axis, x) => ({ x, text: titleOf(axis) })), [drawn]);
   const scatters = useMemo(
-    () => ordered.slice(0, MOST_SCATTERS).map((axis) => ({ axis, curves: named.flatMap(({ point, curve }) => (typeof point.best === "number" && !Number.isNaN(axis.at(point.hp[axis.name])) ? [{ ...curve, xs: [axis.at(point.hp[axis.name])], ys: [point.best] }] : [])) })),
+    () => ordered.slice(0, MOST_SCATTERS).map((axis) => {
+      const last = axis.kind === "categorical" ? Math.max(axis.values.length - 1, 1) : 1;
+      const placed = named.map(({ point, curve }) => ({ ...curve, xs: [axis.at(point.hp[axis.name]) * last], ys: [typeof point.best === "number" ? point.best : NaN] }));
+      const showX = (/** @type {number} */ x) => (x < 0 || x > last || (axis.kind === "categorical" && !Number.isInteger(x)) ? "" : labelAt(axis, x / last));
+      return { axis, showX, curves: placed.filter(({ xs, ys }) => !Number.isNaN(xs[0] + ys[0])) };
+    }),
     [named, ordered],
   );
   const numKnown = points.filter((point) => typeof point.best === "number").length;
@@ -71,8 +76,7 @@ export function Hyperparameters({ id, experiment, trials }) {
         ]} sort="-share" />`}
     <h2>${metric} against each</h2>
     <div class="charts">
-      ${scatters.map(({ axis, curves }) => html`<${Chart} key=${axis.name} title=${`${metric} against ${axis.name}`} xLabel=${axis.name} curves=${curves} isScatter height=${220} onOpen=${navigate}
-        showX=${(/** @type {number} */ x) => (x < 0 || x > 1 ? "" : labelAt(axis, x))} />`)}
+      ${scatters.map(({ axis, showX, curves }) => html`<${Chart} key=${axis.name} title=${`${metric} against ${axis.name}`} xLabel=${axis.name} curves=${curves} isScatter height=${220} onOpen=${navigate} showX=${showX} />`)}
     </div>
     ${axes.length > MOST_SCATTERS && html`<p class="muted">The first ${MOST_SCATTERS} of ${axes.length} are drawn.</p>`}`;
 }

@@ -1,6 +1,6 @@
 // Every metric of a trial, by group, with a chart for each.
 
-import { html, useEffect, useMemo, useRef, useState } from "htm/preact/standalone";
+import { html, useMemo, useState } from "htm/preact/standalone";
 import { isEnded } from "../../actions.js";
 import { recordsOf, useCurves, useLook, useMetricNames, xsOf } from "../../curves.js";
 import { withUnit } from "../../format.js";
@@ -36,8 +36,7 @@ export function Metrics({ trial, experiment, runs, metrics }) {
   const chart = (/** @type {string} */ name, /** @type {string} */ group) => {
     const [own, short] = [name.slice(0, name.indexOf(".")), name.slice(name.indexOf(".") + 1)];
     const title = `${group === own || own === "telemetry" ? "" : `${own}: `}${own === "telemetry" ? withUnit(short) : short}`;
-    return html`<div key=${name}><${WhenSeen} height=${CHART_PX}>
-      <${TrialChart} trial=${trial} metric=${name} title=${title} look=${look} records=${records} marks=${marks} height=${CHART_PX} /><//></div>`;
+    return html`<div key=${name}><${TrialChart} trial=${trial} metric=${name} title=${title} look=${look} records=${records} marks=${marks} /></div>`;
   };
   const charts = (/** @type {string} */ group) => html`<div class="charts">${shown.filter((name) => groupOf(name) === group).map((name) => chart(name, group))}</div>`;
   const total = `${found.length.toLocaleString()}${metrics.more ? " or more" : ""} ${found.length === 1 ? "metric" : "metrics"}`;
@@ -56,24 +55,8 @@ export function Metrics({ trial, experiment, runs, metrics }) {
 
 /** @typedef {ReturnType<typeof import("../../curves.js").useLook>["look"]} Look how curves are drawn */
 
-/** Of a chart, what stands above its curves and around them, and a little more. */
-const FRAME_PX = 68;
-
-/** @param {{ height: number, children: unknown }} props draws a chart when that comes near to being seen, in the place that is kept for it: what is below stays where it is */
-function WhenSeen({ height, children }) {
-  const place = useRef(/** @type {HTMLDivElement | null} */ (null));
-  const [isSeen, setSeen] = useState(false);
-  useEffect(() => {
-    if (!place.current || isSeen) return undefined;
-    const observer = new IntersectionObserver((entries) => entries.some((one) => one.isIntersecting) && setSeen(true), { rootMargin: "300px" });
-    observer.observe(place.current);
-    return () => observer.disconnect();
-  }, [isSeen]);
-  return html`<div ref=${place} style=${{ minHeight: `${height + FRAME_PX}px` }}>${isSeen && children}</div>`;
-}
-
-/** @param {{ trial: any, metric: string, title: string, look: Look, records: { perBatch: number, perEpoch: number }, marks: any[], height?: number }} props */
-function TrialChart({ trial, metric, title, look, records, marks, height = 220 }) {
+/** @param {{ trial: any, metric: string, title: string, look: Look, records: { perBatch: number, perEpoch: number }, marks: any[] }} props */
+function TrialChart({ trial, metric, title, look, records, marks }) {
   const ids = useMemo(() => [trial.id], [trial.id]);
   const { series, isLoading, error } = useCurves(ids, metric);
   const own = series.get(trial.id);
@@ -82,6 +65,6 @@ function TrialChart({ trial, metric, title, look, records, marks, height = 220 }
     [own, look.axis, records.perBatch, records.perEpoch, trial.start],
   );
   return html`<${Problem} error=${error} /><${Chart} title=${title} xLabel=${look.label} curves=${curves} isLog=${look.isLog} smoothing=${look.smoothing}
-    showX=${look.showX} marks=${marks} height=${height} isLoading=${isLoading} />
+    showX=${look.showX} marks=${marks} height=${CHART_PX} isLoading=${isLoading} />
     ${own && own.points > own.values.length && html`<p class="muted">${own.values.length.toLocaleString()} of ${own.points.toLocaleString()} points are drawn.</p>`}`;
 }
