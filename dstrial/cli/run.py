@@ -284,7 +284,7 @@ def _show_warnings(args: argparse.Namespace, experiment: ExperimentConfig, point
         warnings.insert(0, hint)
     if experiment.raw["checkpoint_storage"]["host_path"] is not None:
         warnings.append(
-            f"{experiment.path}: checkpoint_storage.host_path is not used: `dstrial run` stores checkpoints in the run directory"
+            f"{experiment.path}: `dstrial run` does not use checkpoint_storage.host_path: checkpoints are in the run directory"
         )
     kept = []
     if point is not None:

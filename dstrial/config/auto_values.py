@@ -1,4 +1,4 @@
-"""Where transformers' Trainer or Accelerate replaces ``"auto"``, and the batch sizes. Pure.
+"""Where transformers' Trainer or Accelerate replaces ``"auto"``. Pure.
 
 The Trainer uses Accelerate, which rejects every ``"auto"`` that remains when Accelerate creates the engine. With these libraries,
 an ``"auto"`` at a key that is not listed here is therefore an error. Source: transformers 4.56 and 5.23

@@ -52,7 +52,7 @@ def wants_system_metrics(config: Mapping[str, Any] | None) -> bool:
 
 
 def check_dotted_names(hyperparameters: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Record hyperparameters such as ``overwrite_deepspeed_args.fp16``: no config has them."""
+    """Record dotted hyperparameters, such as ``overwrite_deepspeed_args.fp16``."""
     for name, value in hyperparameters.items():
         first, dot, rest = name.partition(".")
         if dot and rest and first.endswith(_HOLDERS):

@@ -169,7 +169,7 @@ def masked_json(text: str, names: SecretNames) -> str:
 
 
 def masked_yaml(text: str, names: SecretNames) -> str:
-    """Return a YAML config with its secrets masked; without comments if it has secrets.
+    """Return a YAML config with its secrets masked; comments are then lost.
 
     Invalid YAML that may contain secrets becomes an empty text.
     """

@@ -8,8 +8,6 @@ import json
 import re
 import resource
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,13 +30,11 @@ _ADDRESS_SPACE_BYTES = 8 * 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Played:
-    """A master's response to a request, with its duration and extra peak memory."""
+    """A master's response to a request, with its extra peak memory."""
 
     status: int
     text: str
-    seconds: float
     peak_mib: float
-    longest_wait_s: float
 
 
 class Player:
@@ -63,31 +59,11 @@ class Player:
             connection.close()
 
     def play(self, method: str, path: str, body: Any) -> Played:
-        """Send a request; measure the master's memory and the delay of other requests."""
-        # Encoded before the measurement: encoding would delay the other requests of this process.
-        body = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        """Send a request; measure the master's memory."""
         Path(f"/proc/{self.pid}/clear_refs").write_text("5")
         before = self._memory_mib("VmRSS")
-        waits: list[float] = []
-        is_over = threading.Event()
-
-        def ask() -> None:
-            while not is_over.is_set():
-                began_s = time.monotonic()
-                assert self.send("GET", "/api/v1/master")[0] == 200
-                waits.append(time.monotonic() - began_s)
-                is_over.wait(0.01)  # one request at a time is enough to measure delays
-
-        other = threading.Thread(target=ask)
-        other.start()
-        began_s = time.monotonic()
-        try:
-            status, text = self.send(method, path, body)
-        finally:
-            seconds = time.monotonic() - began_s
-            is_over.set()
-            other.join()
-        return Played(status, text, seconds, self._memory_mib("VmHWM") - before, max(waits))
+        status, text = self.send(method, path, body)
+        return Played(status, text, self._memory_mib("VmHWM") - before)
 
     def _memory_mib(self, name: str) -> float:
         status = Path(f"/proc/{self.pid}/status").read_text()

@@ -208,30 +208,16 @@ def explain(source: DeepSpeedSource, checked: CheckResult) -> tuple[ExplainedVal
 
 
 def _row(path: KeyPath, value: Any, source: DeepSpeedSource, checked: CheckResult) -> ExplainedValue:
-    says = checked.filled.get(dotted(path))
-    if says is not None and not (checked.batch is not None and path[0] in checked.batch.solved):
-        place = locate(source.lines, path, source.label)
-        return ExplainedValue(dotted(path), json.dumps(AUTO), f"{says} ({place})")
-    return ExplainedValue(
-        dotted(path), json.dumps(value, ensure_ascii=False), _origin(path, value, source, checked)
-    )
-
-
-def _origin(path: KeyPath, value: Any, source: DeepSpeedSource, checked: CheckResult) -> str:
+    key, place = dotted(path), locate(source.lines, path, source.label)
+    given, origin = value_at(source.merged, path), place
     if checked.batch is not None and path[0] in checked.batch.solved:
-        return "solved"
-    given = value_at(source.merged, path)
-    if given is None and value is not None:
-        return DEFAULT_ORIGIN
-    if given == AUTO and value != AUTO:
-        return f'{DEFAULT_ORIGIN} ("auto" in {locate(source.lines, path, source.label)})'
-    if given is None and not _is_mentioned(source.merged, path):
-        return DEFAULT_ORIGIN
-    place = locate(source.lines, path, source.label)
-    is_overwritten = any(path[:length] in source.overwritten for length in range(1, len(path) + 1))
-    return f"overwrite_deepspeed_args ({place})" if is_overwritten else place
-
-
-def _is_mentioned(config: Any, path: KeyPath) -> bool:
-    parent = value_at(config, path[:-1])
-    return isinstance(parent, Mapping) and path[-1] in parent
+        origin = "solved"
+    elif (says := checked.filled.get(key)) is not None:
+        value, origin = AUTO, f"{says} ({place})"
+    elif given is None:
+        origin = DEFAULT_ORIGIN
+    elif given == AUTO:
+        origin = f'{DEFAULT_ORIGIN} ("auto" in {place})'
+    elif any(path[:length] in source.overwritten for length in range(1, len(path) + 1)):
+        origin = f"overwrite_deepspeed_args ({place})"
+    return ExplainedValue(key, json.dumps(value, ensure_ascii=False), origin)

@@ -188,14 +188,13 @@ def check_experiment(
     raw["name"] = raw["name"] or path.stem
     slots_per_trial = raw["resources"]["slots_per_trial"] if slots is None else slots
     slots_key = "resources.slots_per_trial" if slots is None else "--slots"
-    if resumed is not None and not resumed.engines:
-        resumed = None
+    resumed = resumed if resumed is not None and resumed.engines else None
     engines = _read_engines(hyperparameters, document, path, context_dir, findings)
-    deepspeed = engines.get(MAIN_KEY)
-    merged = None if deepspeed is None else deepspeed.merged
-    stages = _fewest_stages(merged or {}, max(slots_per_trial, 1)) if source.mentions_pipeline else None
+    merged = engines[MAIN_KEY].merged if MAIN_KEY in engines else None
+    stages = None
+    if source.mentions_pipeline:
+        stages = _assumed_stages(hyperparameters, merged or {}, max(slots_per_trial, 1))
     sizes = _sizes(raw, merged, slots_per_trial, slots_key, stages, resumed, findings)
-    kind = _device_kind()
     checks = {
         key: (found, _check_engine(key, found, source, sizes, resumed, findings))
         for key, found in engines.items()
@@ -209,7 +208,7 @@ def check_experiment(
         hyperparameters=hyperparameters,
         raw=raw,
         slots_per_trial=slots_per_trial,
-        environment_variables=variables[kind],
+        environment_variables=variables[_device_kind()],
         warnings=tuple(dict.fromkeys(findings.warnings)),
         notes=tuple(dict.fromkeys(findings.notes)),
         engines=checks,
@@ -441,8 +440,8 @@ def _sizes(
         told["pp"] = stages
         if stages is not None:
             findings.notes.append(
-                f"data.dstrial.pipeline_stages is not given: assumed {stages}, the fewest that fit the batch sizes. Set it, "
-                "because a run solves the batch sizes by this key"
+                f"data.dstrial.pipeline_stages is not given: assumed {stages}. Set it, because a "
+                "run solves the batch sizes by this key"
             )
     sizes = {field: number or 1 for field, number in told.items()}
     replica = ParallelDims.of_replica(**sizes, is_pipeline=told["pp"] is not None)
@@ -466,8 +465,11 @@ def _sizes(
     return replica
 
 
-def _fewest_stages(config: Mapping[str, Any], world_size: int) -> int:
-    """Return the fewest pipeline stages with which the batch equation has a solution."""
+def _assumed_stages(hyperparameters: Mapping[str, Any], config: Mapping[str, Any], world_size: int) -> int:
+    """Return the stages that a hyperparameter names, or the fewest that fit the batch."""
+    for name in ("pipeline_stages", "num_stages", "pipe_parallel_size"):
+        if type(stages := hyperparameters.get(name)) is int and stages > 0:
+            return stages
     total, micro, steps = (config.get(key) for key in BATCH_KEYS)
     for stages in range(1, world_size + 1):
         if world_size % stages == 0:

@@ -30,21 +30,19 @@ _TOTAL, _MICRO, _STEPS = BATCH_KEYS
 _VARIABLES: Mapping[str, str] = {
     "debug": "ACCELERATE_DEBUG_MODE",
     "enable_cpu_affinity": "ACCELERATE_CPU_AFFINITY",
-    "dynamo_backend": "ACCELERATE_DYNAMO_BACKEND",
-    **{
-        f"dynamo_config.dynamo_{name}": f"ACCELERATE_DYNAMO_{name.upper()}"
-        for name in ("backend", "mode", "use_fullgraph", "use_dynamic", "use_regional_compilation")
-    },
     f"{_SECTION}.zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
-    f"{_SECTION}.deepspeed_moe_layer_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
 }
+_VARIABLE = "set Accelerate's variable ACCELERATE_{} in environment.environment_variables"
 _FILTER = "disable slots with `det slot disable`, or set CUDA_VISIBLE_DEVICES for dstrial up"
 _ACTIONS: Mapping[str, str] = {
     f"{_SECTION}.deepspeed_exclusion_filter": _FILTER,
     f"{_SECTION}.deepspeed_inclusion_filter": _FILTER,
     "num_machines": "`dstrial up` serves the slots of one machine; a Determined cluster deals them out over its machines",
     "gpu_ids": "the master deals out slots; CUDA_VISIBLE_DEVICES limits those of dstrial up",
-    "fp8_config": "set Accelerate's variable ACCELERATE_FP8_… in environment.environment_variables",
+    "fp8_config": _VARIABLE.format("FP8_…"),
+    "dynamo_backend": _VARIABLE.format("DYNAMO_BACKEND"),
+    "dynamo_config": _VARIABLE.format("DYNAMO_…"),
+    f"{_SECTION}.deepspeed_moe_layer_cls_names": _VARIABLE.format("DEEPSPEED_MOE_LAYER_CLS_NAMES"),
     "parallelism_config": "set tensor_parallel or sequence parallelism in DeepSpeed's own JSON",
 }
 """Key of the Accelerate config that is not converted -> what the user must do instead."""

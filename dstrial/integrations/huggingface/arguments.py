@@ -26,7 +26,7 @@ def sizes_of(args: TrainingArguments) -> tuple[int, int]:
 
 
 def length_of(args: TrainingArguments) -> tuple[str, float]:
-    """Return (unit, length) of training: ``max_steps`` batches if above 0, else epochs."""
+    """Return (unit, length) of training: ``max_steps`` batches, or epochs if 0."""
     steps = int(args.max_steps)
     return ("batches", steps) if steps > 0 else ("epochs", float(args.num_train_epochs))
 

