@@ -263,7 +263,7 @@ def step_parts(
 
 
 def _optimizer_s(run: DryRunResult, machine: Machine, setup: ZeroFeatures) -> tuple[float, float, float]:
-    """Return seconds of the optimizer (on device, on host), and of copying weights back."""
+    """Return seconds of the optimizer on device and on host, and of copying weights."""
     owned = run.trainable_parameters / setup.layer_ranks / (setup.replicas if setup.stage else 1)
     on_host = owned * setup.host_share
     on_device_s = (owned - on_host) * _STATE_BYTES / machine.copy_bytes_per_s
