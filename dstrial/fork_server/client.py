@@ -302,9 +302,9 @@ class OwnForkServer:
     def run(
         self, program: Program, files: Sequence[int], timeout_s: float
     ) -> subprocess.Popen[bytes] | ForkedProcess:
-        """Start a program in a fork, else in a new process; ``files`` are its standard streams.
+        """Start a program in a fork, else in a new process.
 
-        The process leads a session, and the kernel kills it when this process ends.
+        ``files`` are its standard streams. The process leads a session, and the kernel kills it when this process ends.
         """
         program = dataclasses.replace(program, leads="session", ends_with_parent=True)
         server = self.get(program.environment, timeout_s)

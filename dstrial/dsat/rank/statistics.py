@@ -33,9 +33,10 @@ def warm_from(values: Sequence[float]) -> int:
 
 
 def median_of(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """Return the median, and half the width of its 95 % interval, relative to the median.
+    """Return the median, and its relative error.
 
-    The width is infinite if there are fewer than three values.
+    The error is half the width of the median's 95 % interval, divided by the median; infinite if there are fewer than three
+    values.
 
     Source: percentile bootstrap, Efron 1979.
     """
