@@ -35,7 +35,6 @@ def store_checkpoints(database: Database, root: Path, *uuids: str) -> None:
                 uuid=uuid,
                 trial=trial_rows.require(tx.connection, 1),
                 allocation_id=None,
-                storage_id=None,
                 state="COMPLETED",
                 resources={"file": 1},
                 metadata={"steps_completed": 1},

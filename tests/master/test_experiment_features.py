@@ -22,7 +22,6 @@ import os, sys
 print("variables", os.environ.get("FROM_MASTER"), os.environ.get("FROM_EXPERIMENT"), os.environ.get("FROM_HOOK"))
 print("executable", sys.executable)
 """
-SLEEPER = "import time\ntime.sleep(600)\n"
 
 
 @pytest.fixture(scope="module")
@@ -134,17 +133,3 @@ def test_invalid_hyperparameters_end_single_trial_experiment(master: MasterForTe
     found = trials(master, experiment_id)
     assert len(found) == 1
     assert "its hyperparameters are invalid" in log_of(master, experiment_id)
-
-
-def test_trial_killed_while_queued_never_starts(master: MasterForTest) -> None:
-    holder = submit(master, config(resources={"slots_per_trial": 2}), SLEEPER)
-    wait_until(master, holder, "RUNNING")
-    waiting = submit(master, config())
-    assert experiment(master, waiting)["state"] == "STATE_QUEUED"
-
-    master.client().post(f"/api/v1/experiments/{waiting}/kill")
-    wait_until(master, waiting, "CANCELED")
-    master.client().post(f"/api/v1/experiments/{holder}/kill")
-    wait_until(master, holder, "CANCELED")
-
-    assert "finished" not in log_of(master, waiting)

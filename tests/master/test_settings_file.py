@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from submitting import config, experiment, log_of, submit, wait_until
+from submitting import config, submit
 
 from dstrial.errors import DstrialError
 from dstrial.ranks.sockets import free_port
 from dstrial.testing.master import MasterForTest, master_for_test
 
 pytestmark = pytest.mark.process
-
-SHOW = """
-import determined as det
-trial = det.get_cluster_info().trial
-names = ("records_per_epoch", "min_validation_period", "scheduling_unit", "reproducibility")
-print("seen", repr([trial.trial_seed, trial.hparams, {name: trial._config[name] for name in names}]))
-"""
-
 
 POLICIES = [
     {"pattern": "a("},
@@ -77,32 +67,3 @@ def test_unsatisfiable_or_ineffective_config_is_refused(shared_master: MasterFor
     assert "log_policies[4]" not in text
     with pytest.raises(DstrialError, match=r"resources\.slots_per_trial is 5; expected at most 4"):
         submit(shared_master, config("true", resources={"slots_per_trial": 5}))
-
-
-def seen(master: MasterForTest, seed: int) -> list[Any]:
-    given = config(
-        hyperparameters={"lr": {"type": "double", "minval": 0.0, "maxval": 1.0}},
-        records_per_epoch=64,
-        min_validation_period={"epochs": 1},
-        scheduling_unit=7,
-        reproducibility={"experiment_seed": seed},
-    )
-    experiment_id = submit(master, given, SHOW)
-    wait_until(master, experiment_id, "COMPLETED")
-    found = log_of(master, experiment_id).split("seen ")[1].splitlines()[0]
-    assert experiment(master, experiment_id)["config"]["reproducibility"] == {"experiment_seed": seed}
-    return list(ast.literal_eval(found))
-
-
-def test_seeds_and_periods_reach_trial(shared_master: MasterForTest) -> None:
-    first, again, other = seen(shared_master, 5), seen(shared_master, 5), seen(shared_master, 6)
-
-    assert first == again
-    assert first[0] != other[0]
-    assert first[1] != other[1]
-    assert first[2] == {
-        "records_per_epoch": 64,
-        "min_validation_period": {"epochs": 1},
-        "scheduling_unit": 7,
-        "reproducibility": {"experiment_seed": 5},
-    }

@@ -83,7 +83,6 @@ async def report_checkpoint(request: ApiRequest) -> dict[str, Any]:
             trial,
             uuid=uuid,
             allocation_id=allocation_id,
-            storage_id=body.integer("storageId"),
             state=state,
             resources=resources,
             metadata=metadata,

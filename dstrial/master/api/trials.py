@@ -169,15 +169,13 @@ def retain_logs(tx: Transaction, request: ApiRequest) -> None:
 
 @writes
 def start_run(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
-    """Mark the allocation as ready; return the id of the trial's checkpoint storage."""
-    body = request.body()
-    run_id, storage = body.required_integer("runId"), body.mapping("checkpointStorage")
+    """Mark the allocation as ready."""
+    run_id = request.body().required_integer("runId")
     request.require_trial(run_id)
     trial_rows.require(tx.connection, run_id)
     if request.allocation is not None:
         allocation_life.mark_ready(tx, request.allocation.id)
-    storage_id = None if storage is None else checkpoint_rows.storage_id(tx, storage)
-    return message(bindings.v1RunPrepareForReportingResponse, storageId=storage_id)
+    return message(bindings.v1RunPrepareForReportingResponse, storageId=None)
 
 
 @reads

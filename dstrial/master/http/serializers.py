@@ -210,6 +210,6 @@ def checkpoint_json(row: CheckpointInfo, names: SecretNames) -> dict[str, Any]:
         uuid=row.uuid,
         allocationId=row.allocation_id,
         reportTime=format_us(row.report_us),
-        storageId=row.storage_id,
+        storageId=None,
         taskId=row.task_id,
     )

@@ -113,12 +113,15 @@ def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle | None
     """
     row = allocation_rows.require(tx.connection, allocation_id)
     if row.state != "TERMINATED":
-        allocation_rows.update(
-            tx, allocation_id, state="RUNNING", **allocation_rows.supervisor_columns(handle)
-        )
+        allocation_rows.update(tx, allocation_id, state="RUNNING", **supervisor_columns(handle))
     text = f"Resources for {_name(row)} have started"
     add_master_line(tx, row.task_id, row.trial_id, text, allocation_id=allocation_id)
     _publish(tx, row)
+
+
+def supervisor_columns(handle: SupervisorHandle | None) -> dict[str, Any]:
+    """Return the columns pid and start time of an allocation's supervisor; {} for None."""
+    return {} if handle is None else {"supervisor_pid": handle.pid, "supervisor_start": handle.start_time}
 
 
 def mark_ready(tx: Transaction, allocation_id: str) -> None:

@@ -92,7 +92,7 @@ def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle | None
             tx,
             allocation_id,
             state="RUNNING",
-            **allocation_rows.supervisor_columns(handle),
+            **allocations.supervisor_columns(handle),
             is_ready=row.is_ready or command.kind != "TENSORBOARD",
         )
     _log_line(tx, row.task_id, allocation_id, f"Resources for {command.description} have started")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sqlite3
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from dstrial.config.experiment_config.command import NAMES
 from dstrial.master.clock import now_us
@@ -70,22 +70,6 @@ def live(connection: sqlite3.Connection, trial_id: int) -> Allocation | None:
 
 def all_live(connection: sqlite3.Connection) -> list[Allocation]:
     return _where(connection, "state IN ('ASSIGNED', 'RUNNING') ORDER BY start_us")
-
-
-class _Supervisor(Protocol):
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def start_time(self) -> str: ...
-
-
-def supervisor_columns(handle: _Supervisor | None) -> dict[str, Any]:
-    """Return the columns PID and start time of an allocation's supervisor process.
-
-    The supervisor starts and watches ranks. If ``handle`` is None (none runs on the master's machine), return no columns.
-    """
-    return {} if handle is None else {"supervisor_pid": handle.pid, "supervisor_start": handle.start_time}
 
 
 def update(tx: Transaction, allocation_id: str, **columns: Any) -> None:

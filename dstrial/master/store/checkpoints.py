@@ -46,7 +46,6 @@ class Checkpoint:
     task_id: str
     allocation_id: str | None
     run_id: int
-    storage_id: int | None
     state: str
     steps: int
     resources: str
@@ -263,13 +262,6 @@ def users_of_version(
 def users_of(connection: sqlite3.Connection, uuid: str, kind: str | None) -> list[int]:
     sql = "SELECT DISTINCT trial_id FROM trial_sources WHERE checkpoint_uuid = ? AND (? IS NULL OR type = ?)"
     return fetch_column(int, connection, sql, (uuid, kind, kind))
-
-
-def storage_id(tx: Transaction, config: Mapping[str, Any]) -> int:
-    """Return the id of a storage config, inserted if new; equal configs share an id."""
-    text = json.dumps(config, sort_keys=True)
-    tx.insert("storages", {"config": text}, "INSERT OR IGNORE")
-    return int(tx.execute("SELECT id FROM storages WHERE config = ?", (text,)).fetchone()["id"])
 
 
 def experiment_of(connection: sqlite3.Connection, uuid: str) -> int | None:

@@ -230,7 +230,6 @@ CREATE TABLE checkpoints (
     task_id       TEXT    NOT NULL,
     allocation_id TEXT,
     run_id        INTEGER NOT NULL,
-    storage_id    INTEGER,
     state         TEXT    NOT NULL,               -- COMPLETED ERROR DELETED PARTIALLY_DELETED
     steps         INTEGER NOT NULL,               -- metadata.steps_completed
     resources     TEXT    NOT NULL,               -- JSON {path: bytes}
@@ -259,11 +258,6 @@ CREATE TABLE trial_source_versions (
     type     TEXT    NOT NULL,
     PRIMARY KEY (model_id, version, trial_id, type)
 ) WITHOUT ROWID;
-
-CREATE TABLE storages (
-    id     INTEGER PRIMARY KEY,
-    config TEXT NOT NULL UNIQUE                   -- JSON, canonical
-);
 
 CREATE TABLE logs (
     id            INTEGER PRIMARY KEY,

@@ -86,13 +86,6 @@ def test_damaged_or_missing_database_is_refused_unchanged(
     assert [path.read_bytes() if path.exists() else b"" for path in (killed, log)] == before
 
 
-def test_interrupted_integrity_check_reports_no_damage(killed: Path) -> None:
-    with sqlite_file.reading(killed) as connection:
-        connection.set_progress_handler(lambda: 1, 1)
-        with pytest.raises(sqlite3.OperationalError, match="interrupted"):
-            sqlite_file.check_whole(connection)
-
-
 def test_emptied_database_with_wal_is_refused(killed: Path) -> None:
     shutil.rmtree(sqlite_file.directory_of(killed))
     killed.write_bytes(b"")
@@ -110,16 +103,6 @@ def test_database_of_killed_master_is_recovered(killed: Path, index: bytes | Non
 
     assert num_rows(killed) == 401
     assert not killed.with_name("master.db-wal").exists()
-
-
-def test_reading_leaves_wal_of_killed_master(killed: Path) -> None:
-    log = killed.with_name("master.db-wal")
-    before = log.read_bytes()
-
-    with sqlite_file.reading(killed) as connection:
-        assert connection.execute("SELECT COUNT(*) FROM cluster").fetchone()[0] == 401
-
-    assert log.read_bytes() == before
 
 
 def test_commits_are_synced_before_confirmation(tmp_path: Path) -> None:

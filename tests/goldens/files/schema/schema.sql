@@ -59,7 +59,6 @@ CREATE TABLE checkpoints (
     task_id       TEXT    NOT NULL,
     allocation_id TEXT,
     run_id        INTEGER NOT NULL,
-    storage_id    INTEGER,
     state         TEXT    NOT NULL,               -- COMPLETED ERROR DELETED PARTIALLY_DELETED
     steps         INTEGER NOT NULL,               -- metadata.steps_completed
     resources     TEXT    NOT NULL,               -- JSON {path: bytes}
@@ -239,10 +238,6 @@ CREATE TABLE projects (
     UNIQUE (workspace_id, name)
 );
 INSERT INTO "projects" VALUES(1,1,'Uncategorized','UNC','','[]',1,0,1,0,'UNSPECIFIED','');
-CREATE TABLE storages (
-    id     INTEGER PRIMARY KEY,
-    config TEXT NOT NULL UNIQUE                   -- JSON, canonical
-);
 CREATE TABLE tasks (
     id            TEXT    PRIMARY KEY,
     type          TEXT    NOT NULL,               -- TRIAL COMMAND TENSORBOARD GENERIC

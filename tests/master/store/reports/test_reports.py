@@ -74,7 +74,7 @@ class Store:
         def perform(tx: Transaction) -> None:
             trial = trial_rows.require(tx.connection, 1)
             trials.report_checkpoint(
-                tx, uuid=f"ck{steps}", trial=trial, allocation_id=self.allocation_id, storage_id=None,
+                tx, uuid=f"ck{steps}", trial=trial, allocation_id=self.allocation_id,
                 state="COMPLETED", resources={"a": 5}, metadata={"steps_completed": steps}, report_us=steps,
             )  # fmt: skip
 
