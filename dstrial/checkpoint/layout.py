@@ -102,7 +102,7 @@ class Layout(EngineArrangement):
         return values
 
     def for_rank(self, model_part: int) -> Layout:
-        """Return the layout that a rank reads: with tensor parallelism, only its ``model_part``."""
+        """Return the layout that a rank reads: with AutoTP, only its ``model_part``."""
         if self.model_parallel_size == 1:
             return self
         return dataclasses.replace(

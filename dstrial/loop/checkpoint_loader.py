@@ -189,7 +189,7 @@ class CheckpointLoader:
         return bool(differences)
 
     def _reshape_rank_state(self, path: pathlib.Path, state: dict[str, Any], saved_size: int) -> None:
-        """Convert ``state``, a saved ``dstrial_rank<r>.pt``, to this run's rank layout, in place."""
+        """Convert a saved ``dstrial_rank<r>.pt`` in place to this run's rank layout."""
         # The files are memory-mapped, because only a small part of other ranks' state is used.
         states = [read_rank_state(path, rank, trusts_code=self._is_trusted) for rank in range(saved_size)]
         state["loop"] = {**state["loop"], **position_of([one["loop"] for one in states])}

@@ -65,7 +65,7 @@ def copied(value: Any) -> Any:
 
 
 def _as_double(value: Any) -> torch.Tensor | None:
-    """Return a number, or the mean of an array, list or tensor, as float64; None for others.
+    """Return a number, or an array's or tensor's mean, as float64; None for others.
 
     The result, of shape (), has a storage of its own on the device of ``value``, which is not synchronised.
     """
