@@ -197,7 +197,7 @@ class CheckpointLoader:
     def _reshape_rank_state(
         self, path: pathlib.Path, state: dict[str, Any], saved_size: int, source: int
     ) -> None:
-        """Convert ``state``, a saved ``dstrial_rank<r>.pt``, to this run's rank layout, in place.
+        """Convert a saved ``dstrial_rank<r>.pt`` in place to this run's rank layout.
 
         ``source`` is the saved rank whose random states this rank continues.
         """

@@ -286,7 +286,7 @@ class TrainingLoop:
             self._instruments.switch(True)
 
     def _handle_events(self, found: set[Boundary]) -> StopReason | None:
-        """Execute the due actions; return the stop reason or None. Ranks: all, collectively."""
+        """Execute the due actions; return why to stop, or None. Ranks: all, collectively."""
         progress = self._progress
         if self._instruments is not None:
             self._instruments.switch(False)

@@ -1,6 +1,6 @@
 """Running totals of metrics on each rank, which are combined over all ranks.
 
-``MetricWindow.add`` neither synchronises nor communicates; ``totals`` moves all sums to the host in one copy per device.
+``MetricWindow.add`` neither synchronises nor communicates; ``totals`` moves all sums to the host in two copies per device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class MetricTotals:
     Attributes:
         values: metric name -> total (weighted sum, sum, minimum or maximum); None if any value is not a number.
         weight: sum of weights, by which totals are divided for a mean.
-        finite: loss name -> whether the mean or the newest value is finite; empty unless losses are watched.
+        finite: loss name -> whether any value is finite; empty unless losses are watched.
     """
 
     values: dict[str, float | None]
@@ -65,7 +65,7 @@ def copied(value: Any) -> Any:
 
 
 def _as_double(value: Any) -> torch.Tensor | None:
-    """Return a number, or the mean of an array, list or tensor, as float64; None for others.
+    """Return a number, or an array's or tensor's mean, as float64; None for others.
 
     The result, of shape (), has a storage of its own on the device of ``value``, which is not synchronised.
     """
@@ -78,6 +78,17 @@ def _as_double(value: Any) -> torch.Tensor | None:
         return torch.tensor(float(array.mean()), dtype=torch.float64)
     except (TypeError, ValueError):
         return None
+
+
+def _on_host(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, float | None]:
+    by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            by_device.setdefault(tensor.device, {})[name] = tensor
+    values: dict[str, float | None] = dict.fromkeys(tensors)
+    for on_device in by_device.values():
+        values.update(zip(on_device, torch.stack(list(on_device.values())).tolist(), strict=True))
+    return values
 
 
 def _combined(held: torch.Tensor, amount: torch.Tensor, reducer: pytorch.Reducer) -> torch.Tensor:
@@ -121,6 +132,7 @@ class MetricWindow:
         self.where = where
         self._watches_losses = watches_losses
         self._newest_losses: dict[str, torch.Tensor | None] = {}
+        self._has_finite: dict[str, torch.Tensor | None] = {}  # by loss: 1.0 once a value was finite
         self._reducer_of = reducer_of
         self._keep_batches = keep_batches
         self._totals: dict[str, torch.Tensor | None] = {}
@@ -156,6 +168,9 @@ class MetricWindow:
             amount = _as_double(value)
             if name in self._newest_losses:
                 self._newest_losses[name] = amount
+                if amount is not None:
+                    is_finite, before = amount.isfinite().double(), self._has_finite.get(name)
+                    self._has_finite[name] = is_finite if before is None else is_finite.maximum(before)
             reducer = self._reducer_of(name)
             if amount is not None and reducer is pytorch.Reducer.AVG:
                 amount = amount * weight
@@ -171,20 +186,9 @@ class MetricWindow:
             )
 
     def totals(self) -> MetricTotals:
-        """Move all totals to the host, with one copy and synchronisation per device."""
-        by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
-        for name, total in self._totals.items():
-            if total is not None:
-                by_device.setdefault(total.device, {})[name] = total
-        values: dict[str, float | None] = dict.fromkeys(self._totals)
-        for tensors in by_device.values():
-            values.update(zip(tensors, torch.stack(list(tensors.values())).tolist(), strict=True))
-        finite = {
-            name: math.isfinite(loss) or math.isfinite(math.nan if (mean := values[name]) is None else mean)
-            for name, loss in self._newest_losses.items()
-            if loss is not None
-        }
-        return MetricTotals(values, self._weight, finite)
+        """Move all totals to the host, with two copies per device."""
+        finite = {name: bool(value) for name, value in _on_host(self._has_finite).items()}
+        return MetricTotals(_on_host(self._totals), self._weight, finite)
 
     def batches(self) -> list[dict[str, Any]]:
         """Return the metrics of each ``add`` since ``reset``; [] unless ``keep_batches``.
@@ -198,6 +202,7 @@ class MetricWindow:
 
     def reset(self) -> None:
         self._totals = {}
+        self._has_finite = {}
         self._weight = 0.0
         self._num_calls = 0
         self._batches = []

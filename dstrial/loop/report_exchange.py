@@ -162,7 +162,7 @@ class ReportExchange:
         return [wrapped for wrapped in self._runtime.wrapped_reducers if wrapped.for_training]
 
     def exchange(self, *, reports: bool) -> StopReason | None:
-        """Exchange with all ranks; report if ``reports``; return the reason to stop or None.
+        """Exchange with all ranks, report if ``reports``; return why to stop, or None.
 
         Raises:
             NonFiniteError: losses or steps fail the checks of ``guard``.

@@ -48,12 +48,12 @@ class RunState:
         return runtime_of(self.context)
 
     def layouts(self) -> list[Layout]:
-        """Return, for each engine, how its state is split over ranks. Ranks: all, collectively."""
+        """Return how engines' state is split over ranks. Ranks: all, collectively."""
         gather = self.context.distributed.allgather
         return [adapter.layout(gather) for adapter in self.runtime.adapters]
 
     def layouts_to_save(self) -> list[dict[str, Any]]:
-        """Return ``layouts()`` as JSON values, with checksums of parameters that are not saved.
+        """Return ``layouts()`` as JSON, with checksums of parameters that are not saved.
 
         Checksums are computed again only if other parameters are frozen than at the last call. Ranks: all, collectively.
         """

@@ -62,9 +62,10 @@ def test_decreasing_loss_scale_is_not_failure():
 
 def test_metric_window_tracks_newest_losses():
     window = MetricWindow("train_batch", watches_losses=True)
-    for value, is_finite in ((NAN, False), (2.0, True), (math.inf, False)):
+    for value, is_finite in ((NAN, False), (2.0, True), (math.inf, True)):
         window.add({"loss": torch.tensor(value), "lr": 0.1})
         assert window.totals().finite == {"loss": is_finite}
+    assert window.newest_is_finite() is False
     window.reset()
     assert window.newest_is_finite() is False
     window.add({"nll": NAN, "lr": 0.1})  # if no name contains "loss", all metrics count

@@ -388,7 +388,7 @@ class SavedEngine:
         return positions_in_groups(place for place in self.layout.parameters if place.model_part == part)
 
     def _find_state_indices(self, part: int) -> dict[str | int, int]:
-        """Return parameter name or index of flat buffer -> index in the optimizer's ``state_dict``."""
+        """Return parameter name or flat buffer's index -> index in the optimizer's state."""
         positions = self._positions(part)
         found: dict[str | int, int] = {
             name: idx for idx, name in enumerate(sorted(positions, key=positions.__getitem__))
