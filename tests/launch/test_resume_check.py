@@ -28,7 +28,7 @@ def storage(tmp_path: Path) -> dict[str, Any]:
     checkpoint.mkdir(parents=True)
     layout = LAYOUT.to_json()
     write_manifest(checkpoint, Manifest.build(steps_completed=10, layouts=[layout], files={}))
-    engine = EngineRecord.from_layout(layout, {"given": {"train_batch_size": 24}})
+    engine = EngineRecord.from_layout(layout, {"given": {"train_batch_size": 24, "optimizer": "Adam"}})
     (checkpoint / "metadata.json").write_text(json.dumps(run_metadata([engine], 7)))
     (tmp_path / "ds.json").write_text('{"train_batch_size": 24, "zero_optimization": {"stage": 1}}')
     return {"type": "directory", "container_path": str(tmp_path / "checkpoints")}
@@ -53,12 +53,13 @@ def test_resume_check_accepts_divisible_batch(storage: dict[str, Any]) -> None:
 def test_resume_check_reports_incompatible_config(storage: dict[str, Any]) -> None:
     (undivided,) = problems(storage, 5)
     assert "which 5 data-parallel replicas cannot share evenly" in undivided
-    overwrite = {"train_batch_size": 32}
+    overwrite = {"train_batch_size": 32, "optimizer": {"type": "Lion"}}
     hyperparameters = {**HYPERPARAMETERS, "overwrite_deepspeed_args": overwrite}
-    (batch,) = problems(storage, 2, hyperparameters=hyperparameters)
+    batch, optimizer = problems(storage, 2, hyperparameters=hyperparameters)
     assert "train_batch_size is 32; expected 24" in batch
+    assert "optimizer.type is 'Lion'; expected 'Adam'" in optimizer
     (model,) = problems(storage, 2, data={"dstrial": {"model_parallel_size": 2}})
-    assert "the tensor-parallel size is 2; expected 1" in model
+    assert "data.dstrial.model_parallel_size is 2; expected 1" in model
 
 
 def test_resume_check_skips_checkpoint_of_another_trial(storage: dict[str, Any]) -> None:
