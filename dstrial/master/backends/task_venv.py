@@ -38,7 +38,7 @@ sys.exit(main())
 
 
 def main(spec_path: str) -> None:
-    """Create the task's environment, install its requirements, run its hooks and command.
+    """Create the task's environment, install its requirements, run hooks and command.
 
     Args:
         spec_path: a JSON file: ``task`` (its name), ``directory`` (of the allocation), ``files`` (the model definition),
