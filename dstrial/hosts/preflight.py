@@ -117,7 +117,7 @@ def facts_of(answer: Mapping[str, Any]) -> Facts:
 
 
 def named_interface(environ: Mapping[str, str]) -> str | None:
-    """Return the network interface that gloo's variable names; None for any or several."""
+    """Return the network interface named by gloo's variable; None for any or several."""
     named = environ.get("GLOO_SOCKET_IFNAME", "")
     return named if named and "," not in named else None
 

@@ -63,7 +63,7 @@ def _unheld_locks(folder: Path) -> dict[Path, tuple[int, int, int]]:
 
 
 def running_builds(root: Path | None = None) -> list[tuple[Path, float]]:
-    """Return (folder, start in epoch seconds) of extensions that are compiled or loaded now, the oldest first."""
+    """Return (folder, start in epoch seconds) of running builds, the oldest first."""
     found = []
     with contextlib.suppress(OSError):
         for lock in _locks(root or extensions_root()):

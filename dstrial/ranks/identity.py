@@ -224,7 +224,7 @@ def _from_slurm(view: _EnvView) -> RankIdentity | None:
 
 
 def _slurm_first_node(view: _EnvView) -> str | None:
-    """Return the node of rank 0, unless a heterogeneous step or a hostfile places rank 0 elsewhere."""
+    """Return the node of rank 0, unless a heterogeneous step places it elsewhere."""
     try:
         text = view.text("SLURM_STEP_NODELIST") or view.text("SLURM_JOB_NODELIST") or ""
         return next(iter(expand_nodes(text)), None)

@@ -12,12 +12,13 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dstrial.fork_server.client import ForkRefusedError, ForkServer, start_program, trains_trial_class
 from dstrial.fork_server.fork import ORPHAN, Program
+from dstrial.master import file_limit
 from dstrial.master.backends import supervisor
 from dstrial.master.backends.status import SERVERS_NAME, ShownServer, StatusFile
 
@@ -79,13 +80,10 @@ class ForkServers:
         self._running: list[_Server] = []
         self._status = StatusFile(log.with_name(SERVERS_NAME))
 
-    def start_supervisor(
-        self, directory: Path, spec: Mapping[str, Any], log: int, known: Callable[[int], None]
-    ) -> tuple[int | None, str]:
+    def start_supervisor(self, directory: Path, spec: Mapping[str, Any], log: int) -> tuple[int | None, str]:
         """Fork an allocation's supervisor, or start a fork server for later allocations.
 
         ``spec`` is the content of ``spec.json`` in ``directory``, ``log`` the descriptor for the supervisor's own output.
-        ``known`` is called with the pid before the supervisor starts; if ``known`` raises, the supervisor does not start.
 
         Returns (pid, ""), or (None, reason) if the caller must start a new process; the reason is "" unless a fork failed.
         """
@@ -103,7 +101,7 @@ class ForkServers:
         try:
             with open(os.devnull, "rb") as null:  # noqa: PTH123
                 files = [null.fileno(), log, log]
-                pid = start_program(found.spare(ORPHAN), program, files, known=known)
+                pid = start_program(found.spare(ORPHAN), program, files)
         except ForkRefusedError as reason:
             logger.info("fork server %s does not fork and is ended: %s", found.pid, reason)
             self._end_server(found)
@@ -144,6 +142,7 @@ class ForkServers:
         except OSError as error:
             logger.warning("no fork server could be started: %s", error)
             return None
+        file_limit.restore_limit(server.pid)  # forks inherit it
         logger.info("fork server %s starts (%s)", server.pid, python)
         self._running.append(server)
         return server

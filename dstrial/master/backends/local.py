@@ -204,7 +204,7 @@ def start(directory: Path, fork_servers: ForkServers | None = None) -> Superviso
     line = ""
     with (directory / "supervisor.log").open("ab") as log:
         if fork_servers is not None:
-            pid, refusal = fork_servers.start_supervisor(directory, spec, log.fileno(), _restore_limit)
+            pid, refusal = fork_servers.start_supervisor(directory, spec, log.fileno())
             if pid is not None:
                 return SupervisorHandle(pid, supervisor.start_time(pid) or "ended")
             line = f"dstrial: the trial starts as a new process, not as a fork: {refusal}" if refusal else ""
@@ -233,14 +233,9 @@ def start(directory: Path, fork_servers: ForkServers | None = None) -> Superviso
             _children.pop(pid, None)
     _children[process.pid] = process
     # Not too late: the supervisor's Python is still starting, so it has no children yet.
-    _restore_limit(process.pid)
+    file_limit.restore_limit(process.pid)
     started = supervisor.start_time(process.pid)
     return SupervisorHandle(process.pid, started or "ended")
-
-
-def _restore_limit(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        file_limit.restore_limit(pid)
 
 
 def find(directory: Path) -> SupervisorHandle | None:

@@ -61,7 +61,7 @@ sys.exit(main())
 
 
 def main(spec_path: str, filled: str = "", lock: str = "") -> None:
-    """Prepare the task's environments, run its hooks and execute its command.
+    """Prepare the task's environments, run its hooks and command.
 
     To fill a shared environment, hooks run in a shell that then executes this file again, with ``filled`` and ``lock``.
 
