@@ -61,7 +61,7 @@ def patches_of_allocation(
 
 
 def _checked(guard: StorageGuard | None, base_path: object) -> StorageGuard | None:
-    """Return the guard if it covers ``base_path``, after checking the storage; else None."""
+    """Return the guard, its storage checked, if it covers ``base_path``; else None."""
     if guard is None or not isinstance(base_path, str) or not guard.covers(base_path):
         return None
     guard.check()

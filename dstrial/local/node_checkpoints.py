@@ -266,7 +266,7 @@ class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # my
         *,
         selector: Callable[[str], bool] | None = None,
     ) -> Iterator[Path]:
-        """Yield a checkpoint's directory; the id is a uuid or, where records are kept, a path.
+        """Yield a checkpoint's directory; the id is a uuid or, with records, a path.
 
         Ranks: any; with object storage all, collectively, unless ``download_mode`` is ``NoSharedDownload``.
         """
@@ -286,7 +286,7 @@ class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # my
         return dict(found or {})
 
     def _record_of(self, storage_id: str) -> Path | None:
-        """Return the local directory with a checkpoint's metadata and marker; None without."""
+        """Return the directory of a checkpoint's metadata and marker; None without."""
         del storage_id
         return None
 
