@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +13,6 @@ from jobs import attack, held, write_project
 from listening import Listener, listeners
 from waiting import wait_for
 
-from dstrial.dsat.core.journal import TASKS_NAME
-from dstrial.local.json_files import append_json_line
-from dstrial.process_state import start_ticks
 from dstrial.testing.master import MasterForTest
 
 pytestmark = [pytest.mark.process, pytest.mark.ranks, pytest.mark.timeout(600)]
@@ -103,41 +99,3 @@ def test_torchrun_ranks_listen_on_loopback_only(tmp_path: Path, shared_master: M
     ours = [listener for listener in found if listener.program != "torch.distributed.run"]
     assert {listener.program for listener in ours} == {"held_trials.py"}
     assert [str(listener) for listener in ours if not listener.is_loopback] == []
-
-
-def test_persistent_worker_ranks_listen_on_loopback_only(
-    tmp_path: Path,
-) -> None:
-    context = write_project(tmp_path)
-    where = ["--config", "exp.yaml", "--context-dir", "."]
-    hparams = {
-        "held_in": str(tmp_path),
-        "deepspeed_config": "ds.json",
-        "_dsat": {"max_s": 0.05, "window_s": 0.01, "min_windows": 2},
-    }
-    append_json_line(tmp_path / TASKS_NAME, {"number": 1, "hparams": hparams})
-    command = [
-        *LAUNCH,
-        *where,
-        "-m",
-        "dstrial.dsat.rank",
-        "--trial",
-        "held_trials:HeldTrial",
-        *where,
-    ]
-    # The ranks end with the search, the process that gives them tasks.
-    with subprocess.Popen(["sleep", "600"]) as search:
-        name = f"{search.pid}:{start_ticks(search.pid)}"
-        with held([*command, "--tasks", str(tmp_path), "--search", name], tmp_path, context) as pids:
-            found = listeners(pids)
-            show("dsat's ranks", found)
-            print(attack(targets(found), tmp_path))
-            search.kill()
-            search.wait()
-
-    assert not (tmp_path / "owned").exists()
-    assert [str(listener) for listener in found if not listener.is_loopback] == []
-    assert {listener.program for listener in found} == {
-        "dstrial.launch.rank_main",
-        "dstrial.launch.store_process",
-    }

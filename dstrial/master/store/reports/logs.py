@@ -126,17 +126,9 @@ class LogOwner(LogKey):
     allocation_id: str | None = None  # None for lines from other nodes
 
 
-def add_lines(
-    tx: Transaction, owner: LogOwner, lines: Sequence[LogLine], quota_bytes: int, *, num_lost: int = 0
-) -> None:
-    """Store log lines; if the log exceeds ``quota_bytes``, delete its oldest lines.
-
-    ``num_lost`` is the number of preceding lines that were lost before the master could read them.
-    """
+def add_lines(tx: Transaction, owner: LogOwner, lines: Sequence[LogLine], quota_bytes: int) -> None:
+    """Store log lines; if the log exceeds ``quota_bytes``, delete its oldest lines."""
     num_bytes, is_cut = _size_of(tx, owner)
-    if num_lost:
-        text = f"{num_lost:,} lines are left out here: they were printed while the master was down, or faster than it reads"
-        _add_warning(tx, owner, text)
     add_task_logs(tx, owner.task_id, owner.trial_id, owner.allocation_id, lines)
     num_bytes += sum(len(line.text.encode()) + _ROW_BYTES for line in lines)
     if num_bytes > quota_bytes:
