@@ -23,12 +23,12 @@ class Log:
         self.database = database
         self.num_printed = 0
 
-    def print(self, count: int, owner: LogOwner = TRIAL, num_lost: int = 0) -> None:
+    def print(self, count: int, owner: LogOwner = TRIAL) -> None:
         lines = [
             LogLine(1, "stdout", None, 0, f"line {self.num_printed + number}\n") for number in range(count)
         ]
         self.num_printed += count
-        self.database.write(lambda tx: logs.add_lines(tx, owner, lines, QUOTA, num_lost=num_lost))
+        self.database.write(lambda tx: logs.add_lines(tx, owner, lines, QUOTA))
 
     def rows(self, owner: LogOwner = TRIAL) -> list[logs.StoredLine]:
         wanted = logs.LogFilter(trial_id=owner.trial_id, task_id=owner.task_id)
@@ -80,18 +80,6 @@ def test_log_over_quota_keeps_newest_lines(log: Log, owner: LogOwner, at_once: i
     assert size_of(log) < QUOTA
     assert log.master_lines(owner) == [
         "the log is larger than limits.trial_log_bytes of the master's settings, 65,536 bytes: its oldest lines are left out",
-    ]
-
-
-def test_lost_lines_are_counted_in_log(log: Log) -> None:
-    log.print(2)
-    log.print(1, num_lost=1234)
-
-    assert [row.log.rstrip("\n") for row in log.rows()] == [
-        "line 0",
-        "line 1",
-        "1,234 lines are left out here: they were printed while the master was down, or faster than it reads",
-        "line 2",
     ]
 
 
