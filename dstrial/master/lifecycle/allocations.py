@@ -120,7 +120,7 @@ def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle | None
 
 
 def supervisor_columns(handle: SupervisorHandle | None) -> dict[str, Any]:
-    """Return the columns pid and start time of an allocation's supervisor; {} for None."""
+    """Return the columns of an allocation's supervisor (pid, start); {} for None."""
     return {} if handle is None else {"supervisor_pid": handle.pid, "supervisor_start": handle.start_time}
 
 
