@@ -82,7 +82,8 @@ class EngineRecord(EngineArrangement):
     """One engine's settings in the metadata of a checkpoint.
 
     Attributes:
-        given: batch sizes, and parallel sizes above 1, in the DeepSpeed config at the run's start; empty if unknown.
+        given: settings in the DeepSpeed config at the run's start: batch sizes, parallel sizes above 1, and the types of
+            ``optimizer`` and ``scheduler``; empty if unknown.
         micro_batch_limit: micro batch size at the run's start, which is known to fit into memory.
     """
 
@@ -198,10 +199,18 @@ def run_metadata(engines: Sequence[EngineRecord], trial_id: int) -> dict[str, An
 
 
 def given_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a DeepSpeed config's batch sizes, and its parallel sizes above 1."""
+    """Return a DeepSpeed config's settings for ``EngineRecord.given``.
+
+    These are batch sizes, parallel sizes above 1, and the types of ``optimizer`` and ``scheduler``.
+    """
     given = {key: config[key] for key in BATCH_KEYS if isinstance(config.get(key), int)}
     sizes = config_sizes(config)
     given |= {path: sizes[key] for path, key in CONFIG_KEYS.items() if sizes.get(key, 1) > 1}
+    for section in ("optimizer", "scheduler"):
+        value = config.get(section)
+        kind = value.get("type") if isinstance(value, Mapping) else None
+        if isinstance(kind, str):
+            given[section] = kind
     return given
 
 

@@ -75,7 +75,7 @@ class TrialRuntime:
     Attributes:
         core: Determined's core context; without a master, one that uses a run directory. Already entered.
         engines: the wrapped engines, in the order of wrapping; the same list as ``context.models``.
-        given_settings: for each engine, the batch sizes and parallel sizes given in its config.
+        given_settings: for each engine, the batch sizes, parallel sizes and class names given in its config.
         wrapped_reducers: the user's metric reducers as Determined wraps them, in the order of wrapping.
         given_hparams: hyperparameters as given by the user; None if not given.
         hparams: like ``given_hparams``, but with batch sizes that keep the resumed checkpoint's.

@@ -169,6 +169,6 @@ def test_changed_batch_is_refused_by_init_and_fit(definitions_and_runs, tmp_path
     metadata = json.loads((checkpoint / "metadata.json").read_text())
     (engine,) = metadata["engines"]
     assert (metadata["format"], metadata["trial_id"]) == ("dstrial", 0)
-    assert engine["given"] == {"train_batch_size": 12}
+    assert engine["given"] == {"train_batch_size": 12, "optimizer": "Adam", "scheduler": "WarmupLR"}
     sizes = [engine[key] for key in ("train_batch_size", "micro_batch_limit", "expert_parallel_size")]
     assert sizes == [12, 12, 0]

@@ -406,7 +406,8 @@ def settings_as_given(runtime: TrialRuntime, engine_idx: int) -> dict[str, Any]:
         )
     except ConfigError:
         return own
-    return given_settings(merged)
+    kinds = {key: value for key, value in own.items() if isinstance(value, str)}
+    return {**kinds, **given_settings(merged)}
 
 
 def micro_batch_before(runtime: TrialRuntime) -> int | None:

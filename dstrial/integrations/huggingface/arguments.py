@@ -11,7 +11,7 @@ from dstrial.config.parallel_dims import ParallelDims
 from dstrial.config.schema import Length
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.batch import keep_batch
-from dstrial.resume.metadata import FILLED_KEY, EngineRecord, SavedRun
+from dstrial.resume.metadata import FILLED_KEY, EngineRecord, SavedRun, given_settings
 
 if TYPE_CHECKING:
     from transformers import TrainerState, TrainingArguments
@@ -76,6 +76,14 @@ def evaluates_at_epochs(args: TrainingArguments) -> bool:
 
 def is_deepspeed(args: TrainingArguments) -> bool:
     return bool(args.deepspeed) or getattr(args, "deepspeed_plugin", None) is not None
+
+
+def given_of(args: TrainingArguments) -> dict[str, Any]:
+    """Return batch sizes, optimizer type and scheduler type, for checkpoint metadata."""
+    plugin = getattr(args, "deepspeed_plugin", None)
+    config: Mapping[str, Any] = plugin.deepspeed_config if plugin is not None else {}
+    kinds = {key: kind for key, kind in given_settings(config).items() if key in ("optimizer", "scheduler")}
+    return {**kinds, **given_by_arguments(*sizes_of(args))}
 
 
 def given_by_arguments(micro: int, steps: int) -> dict[str, Any]:

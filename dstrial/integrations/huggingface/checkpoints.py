@@ -57,7 +57,9 @@ class RunDescription:
     exp_conf: Mapping[str, Any]
     hparams: Mapping[str, Any]
     user_data: Mapping[str, Any] | None  # argument `user_data` of `DetCallback`
-    given: Mapping[str, Any]  # batch sizes in the config at the run's start, for `EngineRecord.given`
+    given: Mapping[
+        str, Any
+    ]  # batch sizes and class names in the config at the run's start, for `EngineRecord.given`
     micro_batch_limit: int  # micro batch size at the start of the run
 
 

@@ -212,8 +212,7 @@ class Startup:
             logger.warning(_MODEL_ONLY)
         if dstrial_section(self.facts.exp_conf).get("loggers") and self._distributed.rank == 0:
             logger.warning(_OWN_LOGGERS)
-        sizes = arguments.sizes_of(args)
-        self._given, self._limit = arguments.given_by_arguments(*sizes), sizes[0]
+        self._given, self._limit = arguments.given_of(args), arguments.sizes_of(args)[0]
         if saved is not None and saved.engines and saved.engines[0].given:
             self._given, self._limit = dict(saved.engines[0].given), saved.engines[0].micro_batch_limit
         self._stack = contextlib.ExitStack()
