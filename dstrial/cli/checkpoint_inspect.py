@@ -143,8 +143,8 @@ def _text(contents: Mapping[str, Any]) -> str:
         ("size", f"{size_text(contents['num_bytes'])} in {contents['num_files']} files"),
     ]
     parts = [field_lines(facts)]
-    for engine_idx, engine in enumerate(contents["engines"]):
-        shown = {key: value for key, value in engine.items() if key != "parameter_table"}
+    for engine_idx, settings in enumerate(contents["engines"]):
+        shown = {key: value for key, value in settings.items() if key != "parameter_table"}
         parts.append(visible(yaml_text({f"engine {engine_idx}": shown})))
     for engine_idx, engine in enumerate(contents["engines"]):
         if "parameter_table" in engine:

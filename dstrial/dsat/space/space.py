@@ -222,11 +222,11 @@ class Space:
         For a pipeline this is the largest micro batch that leaves enough micro batches per step to keep the stages busy;
         otherwise it is ``last``.
         """
-        num_stages, grid = self.sizes.pp, self.batch_size_grid
-        if num_stages == 1 or grid.is_free:
+        num_stages, batches = self.sizes.pp, self.batch_size_grid
+        if num_stages == 1 or batches.is_free:
             return last
         positions = range(last + 1)
-        full = [at for at in positions if efficiency(grid.split(at).accumulation, num_stages) > _BUSY]
+        full = [at for at in positions if efficiency(batches.split(at).accumulation, num_stages) > _BUSY]
         return full[-1] if full else 0
 
     def candidate(self, structure: Structure, position: int) -> Candidate:

@@ -49,17 +49,35 @@ def document_of(notes: str, *, is_live: bool = False) -> Json | None:
     try:
         fields = json.loads(notes.removeprefix(_NOTES_BEGIN))
         found = fields["report"] if is_live else json.loads(fields["results"]["report.json"])
+        rows = [row for row in found["trials"] if type(row["trial_id"]) is int and row["trial_id"] < 2**31]
+        lists = {name: found.get(name) for name in ("notes", "pareto")}
+        count = found.get("num_trials")
         return {
             **{name: found.get(name) for name in _FACTS},
-            "notes": list(found.get("notes") or []),
-            "pareto": list(found.get("pareto") or []),
+            **{name: value if isinstance(value, list) else [] for name, value in lists.items()},
             # The report of a running search is short, and may be outdated if the search's process has died.
-            "num_trials": int(found.get("num_trials") or len(found["trials"])),
+            "num_trials": count if isinstance(count, int) else len(rows),
             "told_s": float(found.get("told_s") or 0.0),
-            "trials": [{name: row.get(name) for name in _ROW} for row in found["trials"]],
+            "trials": [{name: row.get(name) for name in _ROW} for row in rows],
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None  # a user has edited the notes
+
+
+def shown_rows(reported: Iterable[Json], experiments: Sequence[int], *, is_over: bool) -> list[Json]:
+    """Return a report's rows for the page.
+
+    If the search has ended (``is_over``), the state "running" becomes "not measured". Users can edit the notes that contain the
+    report, so rows keep only links to ``experiments``, the ids of the search's experiments.
+    """
+    return [
+        {
+            **row,
+            "experiment": row["experiment"] if row["experiment"] in experiments else None,
+            "state": "not measured" if is_over and row["state"] == "running" else row["state"],
+        }
+        for row in reported
+    ]
 
 
 def is_over(rows: Iterable[LabelledExperiment]) -> bool:
@@ -149,10 +167,7 @@ def _read(connection: Connection, search_id: str) -> Json:
     rows: list[Json] = []
     if document is not None:
         del document["num_trials"], document["told_s"]
-        rows = document.pop("trials")
-        for row in rows:
-            if facts["state"] != "RUNNING" and row["state"] == "running":
-                row["state"] = "not measured"
+        rows = shown_rows(document.pop("trials"), facts["experiments"], is_over=facts["state"] != "RUNNING")
     return {"search": facts, "report": document, "trials": rows}
 
 

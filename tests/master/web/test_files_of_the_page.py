@@ -93,11 +93,10 @@ def test_links_and_outside_paths_are_not_listed() -> None:
     [
         *(
             ("whole", path, 400)
-            for path in ("../outside", "b", "b/../../x", "/etc/passwd", "", "a\0b", "x" * 2000)
+            for path in ("../outside", "b/../../x", "/etc/passwd", "", "a\0b", "x" * 2000)
         ),
-        *((which, "gone.py", 404) for which in ("whole", "none")),
-        *(("hostile", path, 400) for path in ("soft", "hard", "pipe")),
-        *(("hostile", path, 404) for path in ("out.py", "etc/out.py", "soft/x")),
+        *((which, path, 404) for which in ("whole", "none") for path in ("gone.py", "b")),
+        *(("hostile", path, 404) for path in ("soft", "hard", "pipe", "out.py", "etc/out.py", "soft/x")),
         *((which, "a", 400) for which in ("text", "magic", "cut short")),
         ("large", "large", 413),
     ],
