@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from browsing import Browser
 from seeded import add_experiment, add_metric, add_trial
@@ -39,6 +41,28 @@ def test_list_filter_and_order_survive_reload(browser: Browser, search: int) -> 
     browser.page.reload()
     browser.until("document.querySelectorAll('tbody tr[data-idx]').length === 4")
     assert [float(text.split()[1]) for text in browser.texts("tbody tr[data-idx] td:nth-child(7)")] == best
+
+
+def test_summary_counts_experiments_and_names_newest(
+    browser: Browser, search: int, seeded_master: Master
+) -> None:
+    browser.show("/", ".summary")
+    before = [
+        int(word) for word in re.findall(r"\d+(?= (?:running|queued|failed))", browser.text(".summary"))
+    ]
+    assert f"newest result: {NAME}, loss 0." in browser.text(".summary")
+
+    def fill(tx):
+        failed = add_experiment(tx, name="fails", state="ERROR")
+        add_experiment(tx, name="waits", state="ACTIVE")
+        return failed
+
+    failed = seeded_master.write(fill)
+    counts = f"{before[0]} running, {before[1] + 1} queued, {before[2] + 1} failed (newest: fails, "
+    browser.until(f"document.querySelector('.summary').innerText.startsWith('{counts}')")
+    browser.page.click(".summary a:has-text('fails')")
+    browser.page.wait_for_selector("h1:has-text('fails')")
+    assert browser.page.url.endswith(f"/det/experiments/{failed}")
 
 
 def test_search_curves_share_chart_with_best_marked(browser: Browser, search: int) -> None:

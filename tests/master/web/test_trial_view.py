@@ -66,6 +66,30 @@ def test_metric_charts_are_grouped_and_mark_restarts(browser: Browser, seeded: S
     assert browser.page.locator("main img").count() == 0
 
 
+def test_charts_share_hover_pins_and_baseline(
+    browser: Browser, seeded: Seeded, seeded_master: Master
+) -> None:
+    other = seeded_master.write(lambda tx: trials_of(tx, seeded.experiment)[1])
+    browser.show(f"/det/trials/{seeded.trial}", ".chart")
+    browser.page.hover(".chart .plot >> nth=0")
+    browser.until("document.querySelectorAll('.tip').length > 1")
+    shown = [text.split("\n")[1].split(":")[0] for text in browser.texts(".tip:visible")]
+    assert shown.count(shown[0]) >= 4  # loss and accuracy of validation and training, at the same x
+    browser.page.click("button[aria-label='Pin accuracy'] >> nth=0")
+    browser.until("document.querySelector('main h2')?.innerText === 'pinned'")
+    browser.page.click("button:has-text('Pin as baseline')")
+    browser.show(f"/det/trials/{other}", f"h1:has-text('Trial {other}')")
+    browser.until("document.querySelector('main h2')?.innerText === 'pinned'")
+    browser.until(f"document.querySelector('.legend')?.innerText.includes('baseline: trial {seeded.trial}')")
+    browser.page.click("button[aria-label='Unpin validation: accuracy']")
+    browser.until("document.querySelector('main h2').innerText === 'validation'")
+    browser.show(f"/det/trials/{seeded.trial}", f"h1:has-text('Trial {seeded.trial}')")
+    browser.page.click("button:has-text('No baseline')")
+    browser.show(f"/det/trials/{other}", f"h1:has-text('Trial {other}')")
+    browser.until("document.querySelector('.plot').getAttribute('aria-label').includes(': 1 curves')")
+    assert browser.page.locator(".legend").count() == 0
+
+
 def test_failed_trial_shows_error_and_no_star(browser: Browser, seeded_master: Master) -> None:
     def fill(tx):
         experiment = add_experiment(tx, name="fails", num_trials=1, num_points=3, state="ERROR")

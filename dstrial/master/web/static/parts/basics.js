@@ -27,6 +27,12 @@ export function Problem({ error }) {
   return error ? html`<p class="problem" role="alert">${error.message}</p>` : null;
 }
 
+/** State that the browser keeps, for all pages. @template T @param {string} name @param {T} fallback @returns {[T, (value: T) => void]} */
+export function useStored(name, fallback) {
+  const [value, set] = useState(() => /** @type {T} */ (JSON.parse(localStorage.getItem(name) ?? "null") ?? fallback));
+  return [value, (now) => { localStorage.setItem(name, JSON.stringify(now)); set(now); }];
+}
+
 /** Text with a button that copies it. @param {{ text: string, label?: string }} props */
 export function Copy({ text, label }) {
   const [isDone, setDone] = useState(false);

@@ -146,10 +146,12 @@ function drawMarks({ ctx, bbox, valToPos }, marks) {
  * @param {Mark[]} [props.marks]
  * @param {number} [props.height] pixels
  * @param {boolean} [props.isScatter] whether the points are what is to be seen
+ * @param {string} [props.shared] charts with the same key show the value at the same x, wherever the pointer is
+ * @param {unknown} [props.tools] buttons before its own
  * @param {boolean} [props.isLoading] whether it is not known yet what there is
  */
 export function Chart(props) {
-  const { title, xLabel, isLog = false, isScatter = false, smoothing = 0, marks = NO_MARKS, height = 340 } = props;
+  const { title, xLabel, isLog = false, isScatter = false, smoothing = 0, shared, marks = NO_MARKS, height = 340 } = props;
   const showX = props.showX ?? ((x) => number(x));
   const place = useRef(/** @type {HTMLDivElement | null} */ (null));
   const plot = useRef(/** @type {uPlot | null} */ (null));
@@ -176,7 +178,7 @@ export function Chart(props) {
     const drawn = all.map((curve, idx) => ({ curve, stroke: colourOf(curve, idx), weight: curve.id === marked?.curve.id ? 2 : curve.isBest ? 1 : 0 }));
     drawn.sort((a, b) => a.weight - b.weight); // The best and the marked one are above the others.
     for (const { curve, stroke, weight } of drawn) {
-      ctx.globalAlpha = (weight ? 1 : isMany ? 0.5 : 0.9) * (marked && weight < 2 ? 0.35 : 1);
+      ctx.globalAlpha = (weight ? 1 : isMany ? 0.5 : 0.9) * (marked && weight < 2 && !curve.isGuide ? 0.35 : 1);
       drawCurve(u, curve, stroke, weight ? 2.6 : isMany ? 1 : 1.6, { isLog, isScatter });
     }
     ctx.restore();
@@ -192,7 +194,7 @@ export function Chart(props) {
       const idx = nearest(curve.xs, u.posToVal(left, "x"));
       if (!isDrawn(curve.ys[idx], isLog)) continue;
       const [x, y] = [u.valToPos(curve.xs[idx], "x"), u.valToPos(curve.ys[idx], "y")];
-      const away = Math.hypot(x - left, y - top);
+      const away = shared ? 0 : Math.hypot(x - left, y - top);
       if (away < least) [least, found] = [away, { curve, idx, left: x, top: y }];
     }
     return found;
@@ -219,7 +221,12 @@ export function Chart(props) {
         width: Math.max(box.clientWidth, 200),
         height,
         legend: { show: false },
-        cursor: { y: true, drag: { x: true, y: false, setScale: false }, points: { show: false } },
+        cursor: {
+          y: true,
+          drag: { x: true, y: false, setScale: false },
+          points: { show: false },
+          sync: shared ? { key: `${shared} ${xLabel}`, setSeries: false, scales: ["x", null], filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } } : undefined,
+        },
         scales: { x: { time: false, auto: false }, y: { auto: false, distr: isLog ? 3 : 1 } },
         series: [{}, { show: true, stroke: "transparent", points: { show: false } }],
         axes: [
@@ -243,7 +250,7 @@ export function Chart(props) {
       u.destroy();
       plot.current = null;
     };
-  }, [isLog, xLabel, height]);
+  }, [isLog, xLabel, height, shared]);
 
   function rescale() {
     const { x, y } = extents(now.current.curves, isLog, zoom.current, isScatter);
@@ -270,12 +277,12 @@ export function Chart(props) {
       <span>${title}</span>
       <span class="tools">
         ${isZoomed && html`<button onClick=${unzoom}>Whole</button>`}
-        <button onClick=${write}>CSV</button>
+        ${props.tools}<button onClick=${write}>CSV</button>
       </span>
     </figcaption>
     <div class="plot" style=${{ minHeight: `${height}px` }} ref=${place} role="img" aria-label=${`${title} over ${xLabel}: ${curves.length} curves`} onDblClick=${unzoom}
       onClick=${() => hover?.curve.href && props.onOpen?.(hover.curve.href)}></div>
-    ${hover && html`<div class=${`tip${hover.left > (place.current?.clientWidth ?? 0) / 2 ? " before" : ""}`} style=${{ left: `${hover.left + (plot.current ? plot.current.bbox.left / devicePixelRatio : AXIS_PX)}px`, top: `${hover.top + 24}px` }}>
+    ${hover && html`<div class=${`tip${hover.left > (plot.current?.over.clientWidth ?? 0) / 2 ? " before" : ""}`} style=${{ left: `${hover.left + (plot.current ? plot.current.bbox.left / devicePixelRatio : AXIS_PX)}px`, top: `${hover.top + 44}px` }}>
       <b>${hover.curve.label}</b><br />${xLabel} ${showX(hover.curve.xs[hover.idx])}: ${number(props.curves.find((one) => one.id === hover.curve.id)?.ys[hover.idx])}
       ${smoothing ? html`<br />smoothed ${number(hover.curve.ys[hover.idx])}` : null}
     </div>`}

@@ -56,6 +56,17 @@ function hyperparameters(values, before = "") {
 /** @param {string} reason of an experiment's end @returns {string} without the part that is the same for each failure */
 const brief = (reason) => reason.replace(/^trial \d+: max_restarts is \d+: /, "");
 
+/** One line: how many run, wait and have failed, and the newest failure and result. @param {{ rows: any[] }} props the newest first */
+function Summary({ rows }) {
+  const failed = rows.filter((row) => row.state === "ERROR");
+  const result = rows.find((row) => row.state === "COMPLETED" && row.best !== null);
+  const waiting = rows.filter((row) => row.state === "QUEUED").length;
+  const running = rows.filter((row) => !isEnded(row) && row.state !== "PAUSED").length - waiting;
+  const link = (/** @type {any} */ row) => html`<a href=${`/det/experiments/${row.id}`}>${row.name}</a>`;
+  return html`<p class="summary">${running} running, ${waiting} queued, ${failed.length} failed${failed.length > 0 && html` (newest: ${link(failed[0])}, <${Time} at=${failed[0].end} isAgo />)`}${
+    result && html`; newest result: ${link(result)}, ${result.metric} <b>${number(result.best)}</b>, <${Time} at=${result.end} isAgo />`}</p>`;
+}
+
 export function Experiments() {
   const { data, error, reload } = useLive(load, (topic) => TOPIC.test(topic), []);
   const [text, setText] = useParam("filter");
@@ -111,6 +122,7 @@ export function Experiments() {
   return html`<main>
     <h1 tabindex="-1">Experiments</h1>
     <${Problem} error=${error} />
+    ${all.length > 0 && html`<${Summary} rows=${all.filter((row) => !row.archived)} />`}
     <div class="filters">
       <input type="search" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)} aria-label="Filter"
         placeholder="Filter: words, label:long, user:ann, lr<0.01, loss<=0.5" title="Words are looked for in name, description, labels, user and project. name:text contains, name=value is, <, >, <=, >=, != compare; a minus before any of these negates." />

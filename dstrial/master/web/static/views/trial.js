@@ -5,7 +5,7 @@ import { isEnded } from "../actions.js";
 import { get, send } from "../api.js";
 import { duration, number, secondsBetween } from "../format.js";
 import { useLive } from "../live.js";
-import { attempt, Problem, Progress, State, Time } from "../parts/basics.js";
+import { attempt, Problem, Progress, State, Time, useStored } from "../parts/basics.js";
 import { confirmed } from "../parts/dialog.js";
 import { Tabs } from "../router.js";
 import { Checkpoints } from "./experiment/checkpoints.js";
@@ -14,7 +14,7 @@ import { Instruments } from "./trial/instruments.js";
 import { Metrics } from "./trial/metrics.js";
 import { Hyperparameters, Runs } from "./trial/tables.js";
 
-/** @typedef {{ id: string, title: string, show: any }} Tab `show` is given `trial`, `experiment`, `runs` and `metrics` */
+/** @typedef {{ id: string, title: string, show: any }} Tab `show` is given `trial`, `experiment`, `runs`, `metrics` and `baseline` */
 
 /** @type {Tab[]} the first is shown where the address names none */
 export const TRIAL_TABS = [
@@ -48,6 +48,7 @@ async function kill(trial) {
 export function Trial({ words }) {
   const { id, tab: wanted, base } = /** @type {{ id: number, tab: string, base: string }} */ (trialAddress(words));
   const own = useRef(0);
+  const [baseline, setBaseline] = useStored("baseline", /** @type {number | null} */ (null));
   const { data, error, reload } = useLive(
     (signal) => get(`/page/trials/${id}`, {}, signal),
     (topic) => topic === `trial:${id}` || topic.startsWith(`metrics:${id}:`) || topic === `experiment:${own.current}`,
@@ -80,9 +81,10 @@ export function Trial({ words }) {
     ${trial.job && html`<p class="muted">${trial.job}</p>`}
     <div class="tools">
       ${!isEnded(trial) && !isGone && html`<button class="danger" onClick=${async () => (await kill(trial)) && reload()}>Kill</button>`}
+      <button title="Draw this trial's curves in grey beside those of other trials" onClick=${() => setBaseline(baseline === id ? null : id)}>${baseline === id ? "No baseline" : "Pin as baseline"}</button>
       <a class="button" href=${`/det/compare?trials=${[...new Set([id, experiment.bestTrial ?? id])].join(",")}`}>Compare</a>
     </div>
     <${Tabs} tabs=${TRIAL_TABS.map((one) => [`${base}/${one.id}`, one.title])} now=${`${base}/${tab.id}`} label="Views of the trial" />
-    <${tab.show} key=${tab.id} trial=${trial} experiment=${experiment} runs=${runs} metrics=${metrics} />
+    <${tab.show} key=${tab.id} trial=${trial} experiment=${experiment} runs=${runs} metrics=${metrics} baseline=${baseline === id ? null : baseline} />
   </main>`;
 }

@@ -4,7 +4,7 @@ import { html, useMemo, useState } from "htm/preact/standalone";
 import { isEnded } from "../../actions.js";
 import { recordsOf, useCurves, useLook, useMetricNames, xsOf } from "../../curves.js";
 import { withUnit } from "../../format.js";
-import { Problem } from "../../parts/basics.js";
+import { Problem, useStored } from "../../parts/basics.js";
 import { Chart } from "../../parts/chart.js";
 import { useParam } from "../../router.js";
 import { marksOf } from "./marks.js";
@@ -16,27 +16,31 @@ const FOLD = "telemetry and counters";
 /** Instruments, and Determined's counters: they are behind a fold. */
 const FOLDED = /^telemetry\.|\.(batches|epochs|(batches|records|tokens)_per_second)$/;
 
-/** @param {{ trial: any, experiment: any, runs: any[], metrics: any }} props */
-export function Metrics({ trial, experiment, runs, metrics }) {
+/** @param {{ trial: any, experiment: any, runs: any[], metrics: any, baseline: number | null }} props */
+export function Metrics({ trial, experiment, runs, metrics, baseline }) {
   const [text, setText] = useParam("find");
   const [limit, setLimit] = useState(AT_ONCE);
   const all = useMetricNames(metrics);
+  const [pins, setPins] = useStored("pinned metrics", /** @type {string[]} */ ([]));
   const searched = `.${experiment.metric}`;
   const names = useMemo(() => {
-    const rank = (/** @type {string} */ name) => (name.endsWith(searched) ? 0 : FOLDED.test(name) ? 2 : 1);
+    const rank = (/** @type {string} */ name) => (pins.includes(name) ? 0 : name.endsWith(searched) ? 1 : FOLDED.test(name) ? 3 : 2);
     return [...all].sort((a, b) => rank(a) - rank(b));
-  }, [all, searched]);
+  }, [all, pins, searched]);
   const records = useMemo(() => recordsOf({ records_per_epoch: trial.recordsPerEpoch }, trial.hparams), [trial.recordsPerEpoch, trial.hparams?.global_batch_size]);
   const { look, tools } = useLook(records);
   const marks = useMemo(() => marksOf(runs, look.axis, records, trial.start), [JSON.stringify(runs.map((run) => [run.fromBatch, run.slots, run.exitCode])), look.axis, records, trial.start]);
   const found = useMemo(() => (text ? names.filter((name) => name.toLowerCase().includes(text.toLowerCase())) : names), [names, text]);
   const shown = found.slice(0, limit);
-  const groupOf = (/** @type {string} */ name) => (!text && FOLDED.test(name) ? FOLD : name.slice(0, name.indexOf(".")));
+  const groupOf = (/** @type {string} */ name) => (pins.includes(name) ? "pinned" : !text && FOLDED.test(name) ? FOLD : name.slice(0, name.indexOf(".")));
   const groups = [...new Set(shown.map(groupOf))];
   const chart = (/** @type {string} */ name, /** @type {string} */ group) => {
     const [own, short] = [name.slice(0, name.indexOf(".")), name.slice(name.indexOf(".") + 1)];
     const title = `${group === own || own === "telemetry" ? "" : `${own}: `}${own === "telemetry" ? withUnit(short) : short}`;
-    return html`<div key=${name}><${TrialChart} trial=${trial} metric=${name} title=${title} look=${look} records=${records} marks=${marks} /></div>`;
+    const isPinned = pins.includes(name);
+    const verb = isPinned ? "Unpin" : "Pin";
+    const pin = html`<button aria-label=${`${verb} ${title}`} title="Pinned metrics come first, for every trial" onClick=${() => setPins(isPinned ? pins.filter((one) => one !== name) : [...pins, name])}>${verb}</button>`;
+    return html`<div key=${name}><${TrialChart} trial=${trial} metric=${name} title=${title} look=${look} records=${records} marks=${marks} baseline=${baseline} tools=${pin} /></div>`;
   };
   const charts = (/** @type {string} */ group) => html`<div class="charts">${shown.filter((name) => groupOf(name) === group).map((name) => chart(name, group))}</div>`;
   const total = `${found.length.toLocaleString()}${metrics.more ? " or more" : ""} ${found.length === 1 ? "metric" : "metrics"}`;
@@ -55,16 +59,18 @@ export function Metrics({ trial, experiment, runs, metrics }) {
 
 /** @typedef {ReturnType<typeof import("../../curves.js").useLook>["look"]} Look how curves are drawn */
 
-/** @param {{ trial: any, metric: string, title: string, look: Look, records: { perBatch: number, perEpoch: number }, marks: any[] }} props */
-function TrialChart({ trial, metric, title, look, records, marks }) {
-  const ids = useMemo(() => [trial.id], [trial.id]);
+/** @param {{ trial: any, metric: string, title: string, look: Look, records: { perBatch: number, perEpoch: number }, marks: any[], baseline: number | null, tools: unknown }} props */
+function TrialChart({ trial, metric, title, look, records, marks, baseline, tools }) {
+  const ids = useMemo(() => (baseline === null ? [trial.id] : [trial.id, baseline]), [trial.id, baseline]);
   const { series, isLoading, error } = useCurves(ids, metric);
   const own = series.get(trial.id);
-  const curves = useMemo(
-    () => (own ? [{ id: trial.id, label: `trial ${trial.id}`, colour: 0, xs: xsOf(own, look.axis, records, trial.start), ys: own.values }] : []),
-    [own, look.axis, records.perBatch, records.perEpoch, trial.start],
-  );
+  const other = baseline === null ? undefined : series.get(baseline);
+  const curves = useMemo(() => {
+    // A baseline's time is counted from its first report: its start is not known here.
+    const guide = other?.batches.length ? [{ id: other.trial, label: `baseline: trial ${other.trial}`, isGuide: true, xs: xsOf(other, look.axis, records, new Date(other.times[0]).toISOString()), ys: other.values }] : [];
+    return own ? [...guide, { id: trial.id, label: `trial ${trial.id}`, colour: 0, xs: xsOf(own, look.axis, records, trial.start), ys: own.values }] : [];
+  }, [own, other, look.axis, records.perBatch, records.perEpoch, trial.start]);
   return html`<${Problem} error=${error} /><${Chart} title=${title} xLabel=${look.label} curves=${curves} isLog=${look.isLog} smoothing=${look.smoothing}
-    showX=${look.showX} marks=${marks} height=${CHART_PX} isLoading=${isLoading} />
+    showX=${look.showX} marks=${marks} height=${CHART_PX} shared=${`trial ${trial.id}`} tools=${tools} isLoading=${isLoading} />
     ${own && own.points > own.values.length && html`<p class="muted">${own.values.length.toLocaleString()} of ${own.points.toLocaleString()} points are drawn.</p>`}`;
 }
