@@ -271,20 +271,18 @@ def make_halving(tx: Transaction, experiment: int) -> None:
     ids = [row["request_id"] for row in rows]
     winner, second, failed, *others = ids[:6]
     ended = [[0.3 + at, one] for at, one in enumerate(others)]
-    snapshot = {
-        "method": {
-            "rungs": [
-                [[0.1, winner], [0.2, second], *ended, [sys.float_info.max, failed]],
-                [[0.08, winner], [0.15, second]],
-                [[0.05, winner]],
-            ],
-            "rung_of": {winner: 2, second: 1, **dict.fromkeys([failed, *others, ids[6], ids[7]], 0)},
-            "stopped": ids[:6],
-            "num_invalid": 0,
-            "num_completed": 6,
-        },
-        "closed": ids[:6],
+    bracket = {
+        "rungs": [
+            [[0.1, winner], [0.2, second], *ended, [sys.float_info.max, failed]],
+            [[0.08, winner], [0.15, second]],
+            [[0.05, winner]],
+        ],
+        "rung_of": {winner: 2, second: 1, **dict.fromkeys([failed, *others, ids[6], ids[7]], 0)},
+        "stopped": ids[:6],
+        "num_invalid": 0,
+        "num_completed": 6,
     }
+    snapshot = {"method": {"brackets": [bracket]}, "closed": ids[:6]}
     config = {**config_of(tx, experiment), "searcher": searcher}
     columns = {"config": config, "searcher_type": "async_halving", "searcher_snapshot": snapshot}
     tx.update("experiments", experiment, columns)
