@@ -123,7 +123,7 @@ class SearchOnMaster:
         logger.info("experiment %d searches", self._experiment.id)
 
     def _restart(self) -> None:
-        """Submit the search again if an earlier command's experiment had ended; else raise."""
+        """Submit the search again if its experiment had ended before; else raise."""
         assert self._experiment is not None
         if self._has_finished or self._had_ended:  # finished: with a smaller budget than that of this command
             self._submit()

@@ -131,7 +131,7 @@ def _with_stages(config: dict[str, Any], settings: SearchConfig, candidate: Cand
 
 
 def training_command(settings: SearchConfig, config_path: str, python: str) -> list[str]:
-    """Return the command that trains an experiment, or measures a trial, on this machine."""
+    """Return the command that trains or measures an experiment on this machine."""
     launch = [python, "-m", _LAUNCHER, "--slots", str(settings.num_slots)]
     launch += ["--config", config_path, "--context-dir", "."]
     if settings.trial is not None:

@@ -288,7 +288,7 @@ def mean_of(many: Sequence[Measured]) -> Measured:
 
 
 def with_means(trials: Sequence[TrialResult]) -> list[TrialResult]:
-    """Return the trials, with all measurements of a configuration as one with their mean."""
+    """Return the trials; the measurements of a configuration become one, their mean."""
     repeats: dict[Candidate, list[TrialResult]] = {}
     for trial in trials:
         if isinstance(trial.outcome, Measured):

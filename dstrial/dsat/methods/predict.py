@@ -88,7 +88,7 @@ class PredictSearch:
             self._refused_groups.add(group)
 
     def _costs(self) -> list[tuple[Candidate, float, float]]:
-        """Return (configuration, mean cost, relative half-width of the mean), the best first."""
+        """Return (configuration, mean cost, its relative half-width), the best first."""
         repeats: dict[Candidate, list[Measured]] = {}
         for one in self.observations.values():
             if isinstance(one.outcome, Measured):
@@ -248,6 +248,6 @@ def _why(prediction: Prediction, best: tuple[Candidate, float] | None) -> str:
 
 
 def _is_unsure(best: tuple[Candidate, float, float], other: tuple[Candidate, float, float]) -> bool:
-    """Return whether the 95 % interval of a difference of costs has both 0 and more than a tie."""
+    """Return whether costs may be equal, and may differ by more than a tie."""
     difference, half_width = other[1] / best[1] - 1, math.hypot(best[2], other[2])
     return difference - half_width <= 0 and difference + half_width > TIE

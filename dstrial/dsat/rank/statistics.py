@@ -33,7 +33,7 @@ def warm_from(values: Sequence[float]) -> int:
 
 
 def median_of(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """Return the median, and half the width of its 95 % interval, relative to the median.
+    """Return the median, and the relative half-width of its 95 % interval.
 
     The width is infinite if there are fewer than three values.
 
