@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import shutil
 import signal
@@ -180,8 +181,8 @@ def test_trial_that_kills_search_twice_is_out_of_memory(
     settings = _settings(experiment, "--max-trials", "3")
     for _ in range(3):
         record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
-        backend = LocalBackend(settings, record)
-        driver = Driver(settings, record, None, lambda backend=backend: backend, lambda _: None, poll_s=0.0)
+        backend = functools.partial(LocalBackend, settings, record)
+        driver = Driver(settings, record, None, backend, lambda _: None, poll_s=0.0)
         with record.lock(), pytest.raises(_KilledError):
             driver.run([])
 
