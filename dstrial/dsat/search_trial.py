@@ -48,9 +48,12 @@ def main() -> int:
         master = ClusterBackend(settings, lambda: bool(signals))
         journal = _Journal(master, info.trial)
         record = SearchRecord(directory, search["search_id"], journal.report)
-        for event in [*search["events"], *journal.events()]:
+        earlier = journal.events()
+        for event in [*search["events"], *earlier]:
             record.restore(event)
-        journal.num_events = len(record.events())
+        journal.num_events = len(search["events"])
+        for event in earlier:  # the first report of a run archives those of earlier runs
+            journal.report(event)
         is_preempted = False
 
         def watch_preemption(_trials: Sequence[TrialResult]) -> None:

@@ -102,6 +102,25 @@ def _launchers(search: int) -> list[int]:
     return [pid for pid in running if Path(f"/proc/{pid}/comm").read_text() == "launch\n"]
 
 
+def _search_process(address: str) -> int:
+    """Return the PID of the only search that runs in a trial of a master."""
+    port = address[address.rindex(":") :]
+    (found,) = [
+        int(path.parent.name)
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if _read(path).endswith("\0-m\0dstrial.dsat.search_trial\0")
+        and port in _read(path.parent / "environ")
+    ]
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
 def _wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
     began_s = time.monotonic()
     while not condition():
@@ -139,7 +158,7 @@ def test_training_code_error_ends_search(where: str, tmp_path: Path, shared_mast
 def test_search_on_master_survives_pause_and_kill(tmp_path: Path, shared_master: MasterForTest) -> None:
     output = tmp_path / "out"
     config = yaml.safe_load(CONFIG.read_text())
-    config["name"] = "dsat on a master"
+    config.update(name="dsat on a master", max_restarts=1)
     path, log = tmp_path / "exp.yaml", tmp_path / "first.log"
     path.write_text(yaml.safe_dump(config))
     words = command("predict", output, *FLAGS, "6", "--search-runner-config", "none.yaml", config=path)
@@ -154,6 +173,9 @@ def test_search_on_master_survives_pause_and_kill(tmp_path: Path, shared_master:
     num_before = len(events(output, "result"))
     shared_master.client().post(f"/api/v1/experiments/{number}/activate", {})
     _wait_for(lambda: len(events(output, "result")) > num_before, first)
+    # The search's own process is killed, as when the machine's memory runs out: the master restarts its trial.
+    os.kill(_search_process(shared_master.address), signal.SIGKILL)
+    _wait_for(lambda: 2 in [event["handle"]["attempt"] for event in events(output, "submitted")], first)
     first.send_signal(signal.SIGKILL)
     first.wait()
     ended = run(words, shared_master.env)

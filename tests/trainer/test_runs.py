@@ -249,15 +249,6 @@ def require_solved(tmp_path, config):
     )
 
 
-def test_memory_command_without_telemetry_fails_with_hint(tmp_path, capsys):
-    config = CASES["zero 1"].config(1, 1, telemetry=False)
-    done = train(tmp_path, "DataParallelTrial", config)
-    assert done.returncode == 0, done.output
-
-    assert main(["memory", str(done.directory.path)]) == 1
-    assert "data.dstrial.telemetry on" in capsys.readouterr().err
-
-
 def test_ranks_exchange_rarely_and_stop_together(tmp_path):
     log = tmp_path / "watch"
     hyperparameters = {"deepspeed_config": deepspeed_config(0), "num_records": 4096}

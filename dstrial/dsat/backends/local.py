@@ -88,8 +88,8 @@ class LocalBackend:
         the second counts as out of memory.
         """
         self._attempts[spec.trial_id] = attempts = int(handle.get("attempt") or 0)
-        if (fields := read_json(self._record.trial_path(spec.trial_id) / "result.json")) is not None:
-            self._ended.append(Ended(spec.trial_id, outcome_from_json(fields)))
+        if (measured := self._result_of(spec.trial_id)) is not None:
+            self._ended.append(Ended(spec.trial_id, measured))
             return True
         if attempts < _MAX_ATTEMPTS:
             return False
@@ -118,6 +118,8 @@ class LocalBackend:
         launcher = self._running.pop(trial_id, None)
         if launcher is not None:
             launcher.end()
+            if (measured := self._result_of(trial_id)) is not None:
+                self._ended.append(Ended(trial_id, measured, time.time() - launcher.started_s))
 
     def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
         del report
@@ -164,9 +166,14 @@ class LocalBackend:
                 process = new_process(words, variables, cwd, files)
         return _Launcher(process, time.time())
 
+    def _result_of(self, trial_id: int) -> Outcome | None:
+        """Return the measurement that a trial's ranks wrote; None if they wrote none."""
+        fields = read_json(self._record.trial_path(trial_id) / "result.json")
+        return None if fields is None else outcome_from_json(fields)
+
     def _outcome(self, trial_id: int, exit_code: int) -> Outcome:
-        if (fields := read_json(self._record.trial_path(trial_id) / "result.json")) is not None:
-            return outcome_from_json(fields)
+        if (measured := self._result_of(trial_id)) is not None:
+            return measured
         if exit_code == 0:
             return NOTHING_MEASURED
         if exit_code == 130:

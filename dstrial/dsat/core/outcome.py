@@ -241,6 +241,7 @@ def _plain_bytes(text: str) -> int | None:
 
 
 TIE = 0.01  # relative gain up to which the user's own configuration counts as the best
+USUAL_HALF_WIDTH = 0.02  # relative; of the 95 % interval of a measurement without one
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -270,22 +271,51 @@ class TrialResult:
         }
 
 
-def best_of(trials: Sequence[TrialResult], metric: str) -> TrialResult | None:
-    """Return the trial with the best metric; None if no trial was measured.
+def mean_of(many: Sequence[Measured]) -> Measured:
+    """Return the mean of repeated measurements of one configuration.
 
-    If the best trial gains at most ``TIE`` (relative) over the user's own configuration, the user's trial is returned.
+    ``half_width`` becomes that of the mean's 95 % interval, which repeats that agree narrow and others widen.
     """
-    values: dict[Candidate, list[float]] = {}
-    first: dict[Candidate, TrialResult] = {}
+    metrics = {
+        name: statistics.fmean(known)
+        for name in many[0].metrics
+        if (known := [value for one in many if (value := one.value(name)) is not None])
+    }
+    widths = [one.value("half_width") or USUAL_HALF_WIDTH for one in many]
+    times = [value for one in many if (value := one.value("latency"))]
+    spread = 1.96 * statistics.stdev(times) / statistics.fmean(times) if len(times) > 1 else 0.0
+    return Measured({**metrics, "half_width": max(statistics.fmean(widths), spread) / math.sqrt(len(many))})
+
+
+def with_means(trials: Sequence[TrialResult]) -> list[TrialResult]:
+    """Return the trials; the measurements of a configuration become one, their mean."""
+    repeats: dict[Candidate, list[TrialResult]] = {}
     for trial in trials:
-        value = trial.score(metric)
-        if value is not None:
-            first.setdefault(trial.candidate, trial)
-            values.setdefault(trial.candidate, []).append(value)
-    if not first:
+        if isinstance(trial.outcome, Measured):
+            repeats.setdefault(trial.candidate, []).append(trial)
+    found = []
+    for trial in trials:
+        many = repeats[trial.candidate] if isinstance(trial.outcome, Measured) else [trial]
+        if many[0] is not trial:
+            continue
+        if len(many) > 1:
+            outcome = mean_of([one.outcome for one in many if isinstance(one.outcome, Measured)])
+            seconds = sum(one.seconds or 0.0 for one in many)
+            why = f"{trial.why}; mean of {len(many)} measurements"
+            trial = dataclasses.replace(trial, outcome=outcome, seconds=seconds, why=why)
+        found.append(trial)
+    return found
+
+
+def best_of(trials: Sequence[TrialResult], metric: str) -> TrialResult | None:
+    """Return the configuration with the best metric; None if nothing was measured.
+
+    Repeated measurements count with their mean. If the best one gains at most ``TIE`` (relative) over the user's own
+    configuration, that is returned.
+    """
+    scored = [(value, trial) for trial in with_means(trials) if (value := trial.score(metric)) is not None]
+    if not scored:
         return None
-    # A configuration that was measured several times counts with the mean of its scores.
-    scored = [(statistics.mean(values[candidate]), trial) for candidate, trial in first.items()]
     best_value, best = max(scored, key=lambda pair: (pair[0], -pair[1].trial_id))
     own = next(((value, trial) for value, trial in scored if trial.candidate.is_own), None)
     return own[1] if own is not None and relative_gain(best_value, own[0]) <= TIE else best

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dstrial.dsat.core.candidate import Candidate
-from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
+from dstrial.dsat.core.outcome import TIE, Failure, FailureKind, Measured, Outcome, mean_of
 from dstrial.dsat.methods.base import NEED_SMALLEST, Action, Finish, Measure, MethodOptions, Note, Observation
 from dstrial.dsat.predictor.acquisition import Acquisition, worth
 from dstrial.dsat.predictor.config_groups import ConfigGroups, positions, positions_near, structure_of
@@ -18,6 +19,7 @@ from dstrial.dsat.space.space import Space, Structure
 _USUAL, _THOROUGH = (0.0010, 2.0), (0.0008, 3.0)
 """Least expected gain of a measurement, as a share of the best cost, and the number of measurements without progress that
 doubles it."""
+_CONTENDERS, _MOST = 3, 2  # ``--thorough``: configurations to measure again, most measurements of each
 _NEW, _FAR = 2.0, 2.0
 """``_NEW`` multiplies the worth of a measurement if its group has not run with a micro batch within a factor of ``_FAR``,
 because such a measurement improves the predictions of many candidates."""
@@ -85,14 +87,23 @@ class PredictSearch:
         if num_refused >= _MAX_REFUSED and not has_run:
             self._refused_groups.add(group)
 
-    def incumbent(self) -> tuple[Candidate, float] | None:
-        """Return the best configuration and its cost; None before any has run."""
-        costs = [
-            (one, cost)
-            for one, outcome in self.predictor.outcomes
-            if (cost := self.predictor.cost(one, outcome))
+    def _costs(self) -> list[tuple[Candidate, float, float]]:
+        """Return (configuration, mean cost, its relative half-width), the best first."""
+        repeats: dict[Candidate, list[Measured]] = {}
+        for one in self.observations.values():
+            if isinstance(one.outcome, Measured):
+                repeats.setdefault(one.candidate, []).append(one.outcome)
+        means = [(candidate, mean_of(many)) for candidate, many in repeats.items()]
+        found = [
+            (candidate, cost, mean.metrics["half_width"])
+            for candidate, mean in means
+            if (cost := self.predictor.cost(candidate, mean))
         ]
-        return min(costs, key=lambda pair: pair[1], default=None)
+        return sorted(found, key=lambda one: one[1])
+
+    def incumbent(self) -> tuple[Candidate, float] | None:
+        """Return the best configuration and its mean cost; None before any has run."""
+        return next(((candidate, cost) for candidate, cost, _ in self._costs()), None)
 
     def _num_since_progress(self) -> int:
         """Return the number of measurements since the best cost last improved by 0.5 %."""
@@ -131,9 +142,14 @@ class PredictSearch:
                 return actions
             best = self.incumbent()
             chosen = next(iter(self._ranked(best, is_open)), None)
-            if chosen is None:
-                return actions if is_open else [*actions, *self._finish(self._reason())]
-            actions.append(self._measure(chosen.candidate, _why(chosen, best), chosen))
+            if chosen is not None:
+                actions.append(self._measure(chosen.candidate, _why(chosen, best), chosen))
+            elif is_open:
+                return actions
+            elif (repeated := self._contender()) is not None:
+                actions.append(self._measure(repeated, "one of the best, which noise does not separate"))
+            else:
+                return [*actions, *self._finish(self._reason())]
 
     def _ranked(self, best: tuple[Candidate, float] | None, is_open: Sequence[Candidate]) -> list[Prediction]:
         """Return the candidates worth a measurement, the largest expected gain first."""
@@ -187,6 +203,17 @@ class PredictSearch:
             return positions(self.space)
         return positions_near(self.space, [one.batch for one in self._measured()])
 
+    def _contender(self) -> Candidate | None:
+        """Return the next of the best configurations to measure again, or None."""
+        num_tried = Counter(one.candidate for one in self.observations.values())  # failures, too
+        num_repeats = num_tried.total() - len(num_tried)
+        costs = self._costs()[:_CONTENDERS]
+        if not self.options.thorough or not costs or num_repeats >= _CONTENDERS * (_MOST - 1):
+            return None
+        unsure = [one for one in costs[1:] if _is_unsure(costs[0], one)]
+        chosen = min((candidate for candidate, _, _ in (costs[0], *unsure)), key=num_tried.__getitem__)
+        return chosen if unsure and num_tried[chosen] < _MOST else None
+
     def _measure(self, candidate: Candidate, why: str, prediction: Prediction | None = None) -> Measure:
         trial_id = len(self.observations) + 1
         prediction = prediction or next(iter(self.predictor.predictions([candidate])), None)
@@ -218,3 +245,9 @@ def _why(prediction: Prediction, best: tuple[Candidate, float] | None) -> str:
         return "predicted to fit" if is_sure else "the smallest prediction"
     likely, bound = best[1] / prediction.cost - 1, best[1] / prediction.lower_confidence_bound(2.0) - 1
     return f"predicted {likely:+.1%}, at best {bound:+.1%}"
+
+
+def _is_unsure(best: tuple[Candidate, float, float], other: tuple[Candidate, float, float]) -> bool:
+    """Return whether costs may be equal, and may differ by more than a tie."""
+    difference, half_width = other[1] / best[1] - 1, math.hypot(best[2], other[2])
+    return difference - half_width <= 0 and difference + half_width > TIE

@@ -20,6 +20,7 @@ from dstrial.dsat.core.outcome import (
     own_of,
     relative_gain,
     smaller_is_better,
+    with_means,
 )
 from dstrial.dsat.report import formatting
 from dstrial.dsat.space.space import Space
@@ -43,7 +44,7 @@ UNITS = {
 # A live report is sent with every result, and other users may read it. So it is small and has no configs.
 _LIVE_FACTS = (
     *("format", "name", "method", "metric", "unit", "smaller_is_better", "reason", "is_finished"),
-    *("is_failure", "num_slots", "notes", "best", "own", "gain", "is_gain_certain", "pareto"),
+    *("is_failure", "num_slots", "num_trials", "notes", "best", "own", "gain", "is_gain_certain", "pareto"),
 )
 _LIVE_ROW = (
     *("trial_id", "description", "is_own", "state", "why", "seconds", "value", "throughput", "step_s"),
@@ -94,8 +95,11 @@ def write_report(
 
 
 def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResult]) -> dict[str, Any]:
-    """Return the report of a search as JSON values; trials may still run."""
-    metric = facts.metric
+    """Return the report of a search as JSON values; trials may still run.
+
+    Repeated measurements of a configuration are one row with their mean.
+    """
+    metric, num_trials, trials = facts.metric, len(trials), with_means(trials)
     best, own = best_of(trials, metric), own_of(trials)
     rows = [_row(trial, metric, facts.forecasts.get(trial.trial_id)) for trial in trials]
     measured = [trial.outcome for trial in trials if isinstance(trial.outcome, Measured)]
@@ -111,6 +115,7 @@ def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResu
         "is_finished": facts.is_finished,
         "is_failure": facts.is_failure,
         "num_slots": facts.num_slots,
+        "num_trials": num_trials,
         "notes": list(facts.notes),
         "model": model,
         "best": None if best is None else best.trial_id,
@@ -138,8 +143,7 @@ def live_document(document: Document) -> dict[str, Any]:
         if row.get("failure") is not None:
             found["failure"] = {"message": row["failure"]["message"][:_LONGEST_LIVE_TEXT]}
         rows.append(found)
-    facts = {name: document[name] for name in _LIVE_FACTS}
-    return {**facts, "num_trials": len(document["trials"]), "trials": rows}
+    return {**{name: document[name] for name in _LIVE_FACTS}, "trials": rows}
 
 
 def pareto(rows: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -304,7 +308,7 @@ def headline(document: Document) -> str:
 def _facts(document: Document) -> Iterator[tuple[str, str]]:
     state = "finished" if document["is_finished"] else "not finished"
     yield "search", f"{document['method']}, {state}: {document['reason']}"
-    yield "trials", f"{len(document['trials'])}, with {document['num_slots']} rank(s) each"
+    yield "trials", f"{document['num_trials']}, with {document['num_slots']} rank(s) each"
     spent = sum(row["seconds"] or 0.0 for row in document["trials"])
     yield "time in trials", formatting.format_duration(spent)
     best, own = _trial(document, document["best"]), _trial(document, document["own"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dstrial.dsat.core.journal import BEST_NAMES, SearchRecord
-from dstrial.dsat.core.outcome import Failure, Measured, TrialResult, best_of, gain_over, own_of
+from dstrial.dsat.core.outcome import Failure, Measured, TrialResult, best_of, gain_over, own_of, with_means
 from dstrial.dsat.report import formatting
 
 
@@ -13,6 +13,7 @@ def summary(
     record: SearchRecord, trials: Sequence[TrialResult], metric: str, *, reason: str, is_finished: bool
 ) -> str:
     """Return the final text: trials, best configuration, its gain, paths of files."""
+    trials = with_means(trials)
     best = best_of(trials, metric)
     state = "finished" if is_finished else "not finished"
     lines = [*_trial_table(trials, metric), "", f"search:        {state} ({reason})"]

@@ -130,7 +130,13 @@ def test_failed_ranks_are_classified(ranks: Ranks) -> None:
     wait_for(lambda: ranks.backend.poll() or ranks.backend.running_s(hanging) > 0)
     ranks.backend.kill(hanging)
     assert ranks.backend.running_s(hanging) == 0
+    assert ranks.backend.poll() == []
     assert isinstance(ranks.measured(), Measured)
+    hanging = ranks.begin(fault="hangs")
+    wait_for(lambda: ranks.backend.poll() or ranks.backend.running_s(hanging) > 0)
+    write_json_atomically(ranks.record.trial_path(hanging) / "result.json", {"metrics": {"latency": 2.0}})
+    ranks.backend.kill(hanging)
+    assert [one.outcome for one in ranks.backend.poll()] == [Measured({"latency": 2.0})]
 
 
 @pytest.mark.process

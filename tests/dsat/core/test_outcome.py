@@ -14,9 +14,11 @@ from dstrial.dsat.core.outcome import (
     classify,
     failure_from_log,
     failure_line,
+    mean_of,
     outcome_from_json,
     outcome_to_json,
     score,
+    with_means,
 )
 
 _FRAME = (
@@ -144,11 +146,25 @@ def test_best_of_uses_mean_of_repeats() -> None:
     lucky, steady = (Candidate(stage, (), BatchSplit(1, 1, 1)) for stage in (1, 2))
     rates = [(lucky, 110.0), (steady, 105.0), (lucky, 90.0)]
     trials = [
-        TrialResult(number, candidate, "", "", Measured({"throughput": rate}))
+        TrialResult(number, candidate, "", "new", Measured({"throughput": rate}), 60.0)
         for number, (candidate, rate) in enumerate(rates, 1)
     ]
 
     best = best_of(trials, "throughput")
+    mean, alone = with_means(trials)
 
-    assert best is not None
-    assert best.candidate == steady
+    assert best == alone == trials[1]
+    assert (mean.score("throughput"), mean.seconds) == (100.0, 120.0)
+    assert mean.why == "new; mean of 2 measurements"
+
+
+@pytest.mark.parametrize(
+    ("latencies", "half_width"),
+    [((100.0,), 0.01), ((100.0, 100.0, 100.0, 100.0), 0.005), ((98.0, 102.0), 0.0392)],
+    ids=["one", "agreeing", "disagreeing"],
+)
+def test_repeats_narrow_or_widen_interval(latencies: tuple[float, ...], half_width: float) -> None:
+    mean = mean_of([Measured({"latency": one, "half_width": 0.01}) for one in latencies])
+
+    assert mean.value("latency") == 100.0
+    assert mean.value("half_width") == pytest.approx(half_width, rel=1e-3)

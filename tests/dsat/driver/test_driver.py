@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import shutil
 import signal
@@ -20,6 +21,7 @@ from waiting import wait_for
 
 from dstrial.config.documents import read_yaml
 from dstrial.dsat.backends.base import Ended
+from dstrial.dsat.backends.local import LocalBackend
 from dstrial.dsat.backends.trial_spec import TrialSpec, full_config
 from dstrial.dsat.config import SearchConfig, with_parallel
 from dstrial.dsat.core.candidate import Candidate
@@ -167,6 +169,29 @@ def test_search_killed_repeatedly_measures_each_trial_once(experiment: Path) -> 
     assert sorted(results) == [1, 2, 3, 4, 5, 6]
     assert "best_ds_config.json" in world["kept"]
     assert events(settings.output)[-1]["event"] == "finished"
+
+
+def test_trial_that_kills_search_twice_is_out_of_memory(
+    experiment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(_self: LocalBackend, _spec: TrialSpec) -> None:
+        raise _KilledError
+
+    monkeypatch.setattr(LocalBackend, "_launch", die)
+    settings = _settings(experiment, "--max-trials", "3")
+    for _ in range(3):
+        record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
+        backend = functools.partial(LocalBackend, settings, record)
+        driver = Driver(settings, record, None, backend, lambda _: None, poll_s=0.0)
+        with record.lock(), pytest.raises(_KilledError):
+            driver.run([])
+
+    # Each attempt is in the journal before it begins.
+    submitted = [row for row in events(settings.output) if row["event"] == "submitted"]
+    attempts = [row["handle"]["attempt"] for row in submitted if row["trial_id"] == 1]
+    (result,) = [row for row in events(settings.output) if row["event"] == "result"]
+    assert attempts == [1, 2]
+    assert (result["trial_id"], result["failure"]["kind"]) == (1, "HOST_OOM")
 
 
 def test_best_experiment_is_complete_report_names_dead_keys(

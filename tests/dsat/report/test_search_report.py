@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -76,8 +77,11 @@ def test_sensitivity_compares_best_of_each_value() -> None:
 
 
 def test_markdown_shows_gain_failures_and_rates(tmp_path: Path) -> None:
-    document = write_report(tmp_path, facts_of_search(), space(), _played())
+    trials = _played()
+    again = dataclasses.replace(trials[0], trial_id=99)
+    document = write_report(tmp_path, facts_of_search(), space(), [*trials, again])
 
+    assert (document["num_trials"], len(document["trials"])) == (len(trials) + 1, len(trials))
     page = (tmp_path / "report.md").read_text()
     assert "gpt &lt;1>" in page
     # Every row of a table has as many cells as its header.
@@ -85,6 +89,7 @@ def test_markdown_shows_gain_failures_and_rates(tmp_path: Path) -> None:
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1
     assert f"{document['gain']:+.1%} over your own" in page
     assert "device out of memory" in page
+    assert page.count("; mean of 2 measurements |") == 1
     assert re.search(r"end to end \(all steps, with the data loader\), [\d.]+ k? ?by the median step", page)
     assert json.loads((tmp_path / "report.json").read_text()) == document
 

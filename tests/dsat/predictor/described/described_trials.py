@@ -9,7 +9,7 @@ from dstrial import DataLoader, DeepSpeedTrial
 
 
 class Ordinary(DeepSpeedTrial):
-    """Splits its data at random, ties two weights, compiles its engine, and reads its loss."""
+    """Splits its data at random, ties two weights, compiles, and reads its loss."""
 
     compiles = True
 
