@@ -1,4 +1,4 @@
-"""Summarise an engine's layout."""
+"""Summarise an engine's layout, and compare two checkpoints."""
 
 from __future__ import annotations
 
@@ -81,3 +81,67 @@ def configuration_of(root: str | pathlib.Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}
+
+
+ABSENT = "absent"
+"""Placeholder for a value that only one of two checkpoints has."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Difference:
+    """A value that differs between checkpoints a and b; ``ABSENT`` where missing."""
+
+    key: str
+    a: Any
+    b: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.a!r} -> {self.b!r}"
+
+
+def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
+    """Compare nested JSON values; return a difference for each leaf that differs.
+
+    Lists are leaves, except for lists of mappings.
+    """
+    left, right = _flat(a), _flat(b)
+    return [
+        Difference(key, left.get(key, ABSENT), right.get(key, ABSENT))
+        for key in [*left, *(key for key in right if key not in left)]
+        if left.get(key, ABSENT) != right.get(key, ABSENT)
+    ]
+
+
+def compare_layouts(a: Layout, b: Layout) -> list[Difference]:
+    """Compare two engines' parallel sizes, ZeRO settings, optimizers and versions."""
+    return compare(layout_fields(a), layout_fields(b))
+
+
+def compare_parameters(a: Layout, b: Layout) -> list[Difference]:
+    """Compare two engines' parameters: shape, dtype, whether frozen or tied."""
+    return compare(_parameters(a), _parameters(b))
+
+
+def _parameters(layout: Layout) -> dict[str, Any]:
+    described: dict[str, Any] = {}
+    for place in layout.parameters:
+        text = f"{'x'.join(map(str, place.shape)) or 'scalar'} {place.dtype}"
+        text += "" if place.trainable else ", frozen"
+        if place.tied_to not in (None, place.name):
+            text += f", tied to {place.tied_to}"
+        described.setdefault(place.name, text)
+    return described
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    items: list[tuple[str, Any]] | None = None
+    if isinstance(values, Mapping):
+        items = [(str(key), value) for key, value in values.items()]
+    elif isinstance(values, list) and values and all(isinstance(value, Mapping) for value in values):
+        items = [(str(idx), value) for idx, value in enumerate(values)]
+    if not items:
+        return {prefix: values} if prefix else {}
+    flat: dict[str, Any] = {}
+    for key, value in items:
+        flat |= _flat(value, f"{prefix}.{key}" if prefix else key)
+    return flat

@@ -36,7 +36,7 @@ COMMAND_GROUPS = {
         "memory": "predict a model's memory, and whether it needs several devices",
     },
     "checkpoints": {
-        "checkpoint": "inspect, verify, export and reshape checkpoints",
+        "checkpoint": "inspect, verify, compare, export and reshape checkpoints",
         "convert": "convert another tool's config to an experiment config",
     },
     "master": {

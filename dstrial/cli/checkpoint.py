@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ from dstrial.scratch import scratch_directory
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-ACTIONS = ("inspect", "verify", "export", "reshape", "download")
+ACTIONS = ("inspect", "verify", "diff", "export", "reshape", "download")
 """Actions; the module ``checkpoint_<action>`` of each has ``add_parser(actions)`` and ``main(args)``."""
 
 _EPILOG = """\
@@ -48,6 +48,7 @@ checkpoint of the running master or of a run below --runs-dir; best, for the bes
 examples:
   dstrial checkpoint inspect runs/gpt2/20260101T120000Z-1a2b3c
   dstrial checkpoint verify 6b3c3b0e-6d0f-4a55-8f1e-0d1b2b6f2c11
+  dstrial checkpoint diff BEFORE AFTER --optimizer
   dstrial checkpoint export CHECKPOINT model.safetensors --format safetensors
   dstrial checkpoint reshape CHECKPOINT for-4-slots --slots 4 --zero-stage 3
   dstrial checkpoint download CHECKPOINT -o a-copy
@@ -61,7 +62,7 @@ _CHECKPOINT_FILES = (MANIFEST_NAME, MARKER_NAME, "load_data.json", "dstrial_rank
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "checkpoint",
-        description="Inspect, verify, export, reshape and download checkpoints. No action needs an accelerator.",
+        description="Inspect, verify, compare, export, reshape and download checkpoints. No action needs an accelerator.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -115,8 +116,9 @@ def add_action(
     help: str,  # noqa: A002 - argparse's name
     description: str,
     epilog: str,
+    checkpoints: Sequence[str] = ("checkpoint",),
 ) -> argparse.ArgumentParser:
-    """Add the parser of an action such as ``verify``, with CHECKPOINT; return it."""
+    """Add the parser of an action such as ``verify``, with arguments for checkpoints; return it."""
     parser = actions.add_parser(
         name,
         help=help,
@@ -124,11 +126,9 @@ def add_action(
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "checkpoint",
-        metavar="CHECKPOINT",
-        help="directory of a checkpoint or a run, a UUID, or best (see `dstrial checkpoint --help`)",
-    )
+    text = "directory of a checkpoint or a run, a UUID, or best (see `dstrial checkpoint --help`)"
+    for dest in checkpoints:
+        parser.add_argument(dest, metavar=dest.upper(), help=text)
     return parser
 
 

@@ -275,6 +275,16 @@ def optimizer_settings(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
     return [{name: group[name] for name in names if name in group} for group in groups]
 
 
+def is_optimizer_setting(engine: DeepSpeedEngine, name: str, value: Any) -> bool:
+    """Return whether the optimizer was created with ``value`` for setting ``name``.
+
+    Only the first parameter group is compared. If a scheduler has set ``initial_lr``, that is compared instead of ``lr``.
+    """
+    group = optimizers.base_optimizer(engine.optimizer).param_groups[0]
+    started = group.get("initial_lr", group["lr"]) if name == "lr" else group.get(name)
+    return bool(_as_tuple(started) == _as_tuple(value))
+
+
 def describe_optimizer(engine: DeepSpeedEngine) -> str:
     """Return an optimizer's class and settings as text: ``AdamW (lr 0.1, eps 1e-08)``."""
     optimizer = optimizers.base_optimizer(engine.optimizer)

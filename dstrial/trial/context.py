@@ -16,6 +16,8 @@ from determined import core, pytorch, util
 from dstrial import collector
 from dstrial.config.batch import resolve_batch
 from dstrial.config.deepspeed_rules.check import check_deepspeed
+from dstrial.config.diagnostics import dotted
+from dstrial.config.experiment_config.hyperparameters import searched_values
 from dstrial.config.merge import overwrite_deepspeed_config
 from dstrial.config.parallel_dims import ParallelDims, config_sizes, replicas_of
 from dstrial.engine.adapters.base import EngineAdapter
@@ -23,7 +25,7 @@ from dstrial.engine.adapters.batch_sizes import dims_of
 from dstrial.engine.adapters.factory import adapt, require_engine
 from dstrial.engine.checkpoint_reader.safe_load import bind_checkpoint_engine, make_plain_config
 from dstrial.engine.deepspeed_internals import engines, optimizers
-from dstrial.engine.state import describe_optimizer
+from dstrial.engine.state import describe_optimizer, is_optimizer_setting
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.apply import ResumedRun
 from dstrial.resume.metadata import SavedRun, given_settings
@@ -166,7 +168,8 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
             iterator; they then use the trial's loader.
 
         Raises:
-            ConfigError: the DeepSpeed config is invalid for the engine's parallel sizes.
+            ConfigError: the DeepSpeed config is invalid for the engine's parallel sizes, or a hyperparameter search varies a
+                config section that an argument of ``deepspeed.initialize`` overrides.
 
         Ranks: all, with the engines in the same order.
         """
@@ -255,7 +258,11 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
                 )
 
     def _check_overruled(self, engine: Any) -> None:
-        """Warn of config sections that ``deepspeed.initialize`` arguments override."""
+        """Warn of config sections that ``deepspeed.initialize`` arguments override.
+
+        Raises:
+            ConfigError: a hyperparameter search varies an overridden section.
+        """
         given = {"optimizer": engine.client_optimizer, "scheduler": engine.client_lr_scheduler}
         for section, client in given.items():
             if client is None or not engine.config.get(section):
@@ -271,6 +278,26 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
                     "Remove the section from the config, or %s from the call",
                     *(place, argument, trained, argument),
                 )
+            if searched := self._searched_below(section, engine):
+                problem = ConfigProblem(
+                    place,
+                    f"searched over ({', '.join(searched)}), but not used: this run trains with {trained}, the {argument} "
+                    "given to deepspeed.initialize",
+                    "a search over values that are trained with",
+                    f"Leave {argument} out of the call, or search over a hyperparameter outside of the section, from which the "
+                    f"code makes the {argument}.",
+                )
+                raise ConfigError([problem])
+
+    def _searched_below(self, section: str, engine: Any) -> list[str]:
+        specs = (self._runtime.exp_conf or {}).get("hyperparameters") or {}
+        hparams = self._runtime.given_hparams or {}
+        found = []
+        for path, value in searched_values(specs, hparams):
+            inside = len(path) > 1 and path[1] == section
+            if inside and not (section == "optimizer" and is_optimizer_setting(engine, str(path[-1]), value)):
+                found.append(f"{dotted(path)}: {value}")
+        return found
 
     def set_mpu(self, mpu: ModelParallelUnit) -> None:
         """Set the rank layout for custom model parallelism; call it once.

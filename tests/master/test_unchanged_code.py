@@ -118,7 +118,7 @@ hyperparameters:
   deepspeed_config: ds_config.json
   width: 64
   overwrite_deepspeed_args:
-    zero_optimization.stage: 1
+    zero_optimization: {stage: 1}
 environment:
   environment_variables:
     - NCCL_DEBUG=INFO
@@ -223,7 +223,7 @@ from determined.pytorch import deepspeed as det_ds
 from model_def import DigitsTrial
 
 config = {"train_batch_size": 32, "optimizer": {"type": "Adam", "params": {"lr": 0.003, "torch_adam": True}}}
-hparams = {"width": 16, "deepspeed_config": config, "overwrite_deepspeed_args": {"zero_optimization.stage": 1}}
+hparams = {"width": 16, "deepspeed_config": config, "overwrite_deepspeed_args": {"zero_optimization": {"stage": 1}}}
 with det_ds.init(hparams=hparams) as context:
     controller = det_ds.DeepSpeedTrialController(
         trial_inst=DigitsTrial(context), context=context, checkpoint_period=pytorch.Batch(99),
@@ -256,7 +256,7 @@ def test_dry_run_describes_same_file_without_gpu(tmp_path: Path) -> None:
     hparams = {
         "width": 64,
         "deepspeed_config": deepspeed,
-        "overwrite_deepspeed_args": {"zero_optimization.stage": 1},
+        "overwrite_deepspeed_args": {"zero_optimization": {"stage": 1}},
     }
     asked = dry_run_request("model_def:DigitsTrial", tmp_path, hparams, world_size=2)
 
