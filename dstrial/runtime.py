@@ -45,6 +45,7 @@ logger = logging.getLogger("dstrial.trainer")
 
 # Timeout of the wait for a directory that rank 0 has created: network file systems cache attributes for seconds.
 _SHARED_S = 10.0
+_LONGEST_LINE = 150  # maximum characters of Determined's log line of a report, without timestamp and rank
 
 RUNTIME_ATTRIBUTE = "dstrial_surroundings"
 """Name of the attribute in which a core context of this module stores its ``ProcessRuntime``."""
@@ -119,6 +120,13 @@ def core_context(
         yield found.core_context
 
 
+def _shortened(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    if len(message) > _LONGEST_LINE and message.startswith("report_"):
+        record.msg, record.args = f"{message[:_LONGEST_LINE]} …", ()
+    return True
+
+
 @contextlib.contextmanager
 def process_runtime(
     *,
@@ -134,6 +142,7 @@ def process_runtime(
     if os.environ.get(RUN_DIR_VARIABLE):
         # The launcher or ``dstrial run`` prints each report of the run directory; Determined logs each one, too.
         logging.getLogger("determined.core").setLevel(logging.WARNING)
+    logging.getLogger("determined.core").addFilter(_shortened)
     info = cluster_info()
     identity = identify(os.environ)
     if info is not None and distributed is None:
