@@ -67,33 +67,3 @@ def test_adalora_with_reduced_ranks_is_not_exported(caplog: pytest.LogCaptureFix
     assert adapter_of(model) == {}
     assert "cannot be exported" in caplog.text
     assert model.peft_config["default"].rank_pattern == patterns
-
-
-def lora_under_autotp() -> str:
-    import deepspeed
-
-    import dstrial
-    from dstrial.errors import TrialContractError
-
-    layers = [{"patterns": [".*0.weight"], "partition_type": "column"}]
-    partition = {"use_default_specs": False, "layer_specs": layers}
-    given = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
-        "tensor_parallel": {"autotp_size": 2, "partition_config": partition},
-    }
-    with dstrial.init() as context:
-        lora = peft.LoraConfig(r=2, target_modules=["0"])
-        model = peft.inject_adapter_in_model(lora, torch.nn.Sequential(torch.nn.Linear(4, 4)))
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=given)
-        try:
-            context.wrap_model_engine(engine)
-        except TrialContractError as error:
-            return str(error)
-    return ""
-
-
-def test_lora_inside_autotp_layers_is_refused() -> None:
-    for result in run_function(lora_under_autotp, 2, deadline_s=300):
-        assert "AutoTP does not train adapters (LoRA) inside the layers that it cuts" in result.value

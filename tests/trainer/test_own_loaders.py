@@ -273,14 +273,24 @@ def test_two_ranks_resume_bitwise(tmp_path, trial):
     assert losses(run(tmp_path / "parts", trial, 8, 2, run=first)) == whole
 
 
-def test_restart_on_fewer_ranks_repeats_pass(tmp_path):
-    first = run(tmp_path, "OwnLoader", 3, 2)
-    refused = run(tmp_path, "OwnLoader", 5, 1, run=first)
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_reread_on_other_ranks_trains_same_batches(tmp_path, before, after):
+    whole = losses(run(tmp_path / "whole", "OwnLoader", 8, before))
+    first = run(tmp_path / "parts", "OwnLoader", 3, before)
+    refused = run(tmp_path / "parts", "OwnLoader", 8, after, run=first)
     assert refused.returncode != 0
-    assert "set data.dstrial.resume_data: restart to begin the pass again" in refused.output
-    rewritten = run(tmp_path, "OwnLoader", 5, 1, run=first, env={REWRITE_VARIABLE: str(LOCAL_ID)})
+    assert "set data.dstrial.resume_data: reread if the replicas take turns" in refused.output
+    rewritten = run(
+        tmp_path / "parts", "OwnLoader", 8, after, run=first, env={REWRITE_VARIABLE: str(LOCAL_ID)}
+    )
     assert rewritten.returncode == 0, rewritten.output
     assert len(list(first.directory.checkpoints_path.glob("*/COMPLETE"))) == 2
+    again = losses(run(tmp_path / "parts", "OwnLoader", 8, after, run=first, resume_data="reread"))
+    assert again == pytest.approx(whole, rel=1e-5)
+
+
+def test_restart_on_fewer_ranks_repeats_pass(tmp_path):
+    first = run(tmp_path, "OwnLoader", 3, 2)
     again = run(tmp_path, "OwnLoader", 5, 1, run=first, resume_data="restart")
     assert again.returncode == 0, again.output
     assert "begins pass 0 again: 6 micro batches that were trained are trained once more" in again.output
