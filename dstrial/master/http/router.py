@@ -45,6 +45,8 @@ API_PREFIX = "/api/v1"
 
 MAX_BODY_BYTES = 16 * 2**20  # default limit of a request body; a route may allow more
 
+_MAX_DEPTH = 100  # maximum nesting of a body; orjson cannot serialise more than 254 levels
+
 _MAX_ID = 2**31 - 1
 
 _PARAMETER = re.compile(r"\{[^}]*\}")
@@ -159,11 +161,17 @@ class ApiRequest:
         if not self.content.strip():
             return {}
         try:
-            return orjson.loads(self.content)
+            value = orjson.loads(self.content)
         except orjson.JSONDecodeError as error:
             raise RequestError(
                 400, f"the request's body is not JSON ({error}); expected a JSON object. Send valid JSON."
             ) from error
+        if self.content.count(b"{") + self.content.count(b"[") > _MAX_DEPTH and _is_deep(value):
+            raise RequestError(
+                400,
+                f"the request's body is nested more than {_MAX_DEPTH} levels deep; expected less. Send a flatter one.",
+            )
+        return value
 
     def queries(self, name: str) -> list[str]:
         """Return all values of the query parameter ``name`` (in camelCase), in order."""
@@ -293,6 +301,20 @@ def _forbidden(noun: str, asked: int | str) -> RequestError:
         403,
         f"{noun} {asked} is not that of this token's allocation; expected its own. Use a user's token for others.",
     )
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(child, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
 
 
 class Api:
