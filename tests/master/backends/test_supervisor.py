@@ -69,7 +69,9 @@ def test_startup_hook_is_found_from_other_working_directory(
     started = run("echo $FROM_HOOK; pwd", model_definition=files, working_directory=str(elsewhere))
 
     assert ended(started).exit_code == 0
-    assert [text.strip() for _, text in printed(started[0])] == ["yes", str(elsewhere)]
+    lines = [text.strip() for _, text in printed(started[0])]
+    assert lines[0].startswith("environment ")
+    assert lines[1:] == ["yes", str(elsewhere)]
 
 
 def ended(started: Started) -> AllocationExit:

@@ -200,6 +200,13 @@ def test_body_not_json_object_is_400(served: Master, body: bytes) -> None:
 
 
 @process
+def test_body_nested_too_deeply_is_400(served: Master) -> None:
+    answer = served.send("POST", "/api/v1/auth/login", b'{"a":' + b"[" * 300 + b"]" * 300 + b"}")
+    assert answer.status == 400
+    assert "levels deep" in answer.error
+
+
+@process
 def test_error_response_has_client_format(served: Master) -> None:
     answer = served.get("/api/v1/users/4711")
     assert answer.status == 404
