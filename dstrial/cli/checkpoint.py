@@ -118,7 +118,7 @@ def add_action(
     epilog: str,
     checkpoints: Sequence[str] = ("checkpoint",),
 ) -> argparse.ArgumentParser:
-    """Add the parser of an action such as ``verify``, with arguments for checkpoints; return it."""
+    """Add the parser of an action such as ``verify``; return it."""
     parser = actions.add_parser(
         name,
         help=help,
