@@ -5,19 +5,34 @@ from __future__ import annotations
 import errno
 import resource
 
+from dstrial.errors import MasterError
+
 _WANTED_FILES = 4096
+_RESERVED_FILES = 128  # for files other than connections: database, logs, supervisors
+_FILES_PER_CONNECTION = 2  # a proxied connection has a second connection, to the task's service
+_MIN_CONNECTIONS = 16
+_MIN_FILES = _RESERVED_FILES + _MIN_CONNECTIONS * _FILES_PER_CONNECTION
 
 _soft_before: int | None = None
 
 
-def raise_limit() -> None:
-    """Raise this process's open-file limit to ``_WANTED_FILES``, or as far as allowed."""
+def raise_limit() -> int:
+    """Raise this process's open-file limit; return how many connections it allows."""
     global _soft_before
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < _MIN_FILES:
+        raise MasterError(
+            f"this process may open {hard} files (ulimit -Hn); expected at least {_MIN_FILES} for a master. Raise this limit, "
+            "and start the master from a new login or service."
+        )
     wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(_WANTED_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         _soft_before = soft
+        soft = wanted
+    if soft == resource.RLIM_INFINITY:
+        soft = _WANTED_FILES
+    return (soft - _RESERVED_FILES) // _FILES_PER_CONNECTION
 
 
 def restore_limit(pid: int) -> None:

@@ -126,7 +126,7 @@ def serve(
         port = int(listener.getsockname()[1])
         owner_listener, socket_path = stack.enter_context(owner_socket.listening(state))
         _configure_log(state, settings.log_level, shows_log=shows_log)
-        raise_limit()
+        num_connections = raise_limit()
         hosts = hosts_of(options, settings)
         slots = () if hosts or settings.backend in ENGINES else tuple(find_slots(options.num_slots))
         pubsub = PubSub()
@@ -147,7 +147,7 @@ def serve(
         record = _record(services, services.slots, port, socket_path)
         # Exclude startup objects from garbage collection.
         gc.freeze()
-        _run(state, services, record, listener, owner_listener, on_ready)
+        _run(state, services, record, listener, owner_listener, num_connections, on_ready)
 
 
 def with_options(settings: MasterSettings, options: MasterOptions) -> MasterSettings:
@@ -237,6 +237,7 @@ def _run(
     record: MasterRecord,
     listener: socket.socket,
     owner_listener: socket.socket,
+    num_connections: int,
     on_ready: Callable[[MasterRecord], None],
 ) -> None:
     from dstrial.master.app import create_app
@@ -269,7 +270,7 @@ def _run(
             timeout_graceful_shutdown=int(_STREAM_END_S),
             timeout_keep_alive=25,
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-            limit_concurrency=MAX_CONNECTIONS,
+            limit_concurrency=min(MAX_CONNECTIONS, num_connections),
         ),
         tell,
         owner_listener,

@@ -19,8 +19,7 @@ pytestmark = pytest.mark.process
 _CODE = """
 import resource, subprocess, sys
 from dstrial.master import file_limit
-file_limit.raise_limit()
-print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+print(file_limit.raise_limit(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 with subprocess.Popen(["sleep", "60"]) as child:
     file_limit.restore_limit(child.pid)
     print(resource.prlimit(child.pid, resource.RLIMIT_NOFILE)[0])
@@ -29,13 +28,33 @@ with subprocess.Popen(["sleep", "60"]) as child:
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "raised"), [(1024, 10000, 4096), (32, 300, 300), (9000, 9000, 9000)]
+    ("soft", "hard", "connections", "raised", "of_child"),
+    [
+        (1024, 10000, 1984, 4096, 1024),
+        (300, 300, 86, 300, 300),
+        (32, 160, 16, 160, 32),
+        (9000, 9000, 4436, 9000, 9000),
+    ],
 )
-def test_limit_is_raised_and_restored_for_children(soft: int, hard: int, raised: int) -> None:
+def test_limit_is_raised_and_restored_for_children(
+    soft: int, hard: int, connections: int, raised: int, of_child: int
+) -> None:
     command = ["prlimit", f"--nofile={soft}:{hard}", sys.executable, "-c", _CODE]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.split() == [str(raised), str(soft)]
+    assert ended.stdout.split() == [str(connections), str(raised), str(of_child)]
+
+
+@pytest.mark.parametrize("limit", [16, 24, 32, 64])
+def test_up_with_low_file_limit_is_refused(tmp_path: Path, limit: int) -> None:
+    command = ["-m", "dstrial.cli", "up", "--state-dir", str(tmp_path), "--port", "0"]
+    ended = subprocess.run(
+        ["prlimit", f"--nofile={limit}", sys.executable, *command], capture_output=True, text=True, timeout=60
+    )
+
+    assert ended.returncode == 1
+    assert f"may open {limit} files (ulimit -Hn); expected at least 160 for a master" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_master_without_free_descriptors_answers_503(tmp_path: Path) -> None:
