@@ -142,7 +142,7 @@ def summary(
         and steps_before == view.batches_trained
     ):
         details.append("nothing was left to train")
-    elif verdict.state is not RunState.COMPLETED and checkpoint is None:
+    elif verdict.state is RunState.FAILED and checkpoint is None:
         details.append("no checkpoint")
     described = f" ({'; '.join(details)})" if details else ""
     rows = [("state", f"{verdict.state.value}{place}{described}")]

@@ -169,7 +169,7 @@ def test_body_with_millions_of_values_is_refused(player: Player) -> None:
     many = b'{"config": [' + b"[]," * 5_000_000 + b"[]]}"
     played = player.play("PATCH", "/api/v1/templates/many", many)
     assert played.status == 400
-    assert "is more than 100000 values" in played.text
+    assert "holds more than" in played.text
     assert played.peak_mib < _MAX_MIB
     _, answer = player.send("POST", "/task-logs", [{"task_id": "x", "log": 'a,[{\\"' * 500_000}])
     assert "holds more than" not in answer
