@@ -127,8 +127,8 @@ def test_resume_with_load_universal_loads_own_checkpoint():
     assert values(rest.rows("validation"))[6] == values(whole.rows("validation"))[6]
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_resume_with_and_without_compile_is_equal(stage, monkeypatch):
+@pytest.mark.parametrize(("stage", "resumed"), [(0, 0), (1, 1), (2, 1)])
+def test_resume_with_and_without_compile_is_equal(stage, resumed, monkeypatch):
     """Compiling before ``initialize`` changes no names in checkpoints and exports."""
     hparams = {"deepspeed_config": deepspeed_config(stage)}
     plain_initialize = deepspeed.initialize
@@ -153,8 +153,9 @@ def test_resume_with_and_without_compile_is_equal(stage, monkeypatch):
         assert all(piece for spec in weights.specs for piece in weights.pieces(spec))
         assert not [spec.name for spec in weights.specs if "_orig_mod" in spec.name]
         monkeypatch.setattr(deepspeed, "initialize", after)
+        changed = {"deepspeed_config": deepspeed_config(resumed)}
         rest = fit(
-            max_length=Batch(6), hparams=hparams, run_dir=first.directory.path, latest_checkpoint="latest"
+            max_length=Batch(6), hparams=changed, run_dir=first.directory.path, latest_checkpoint="latest"
         )
         last.append(values(rest.rows("validation"))[6])
     assert last[0] == last[1]

@@ -185,7 +185,7 @@ class SavedEngine:
                 first = 0
                 for name, shape in shapes.items():
                     size = math.ceil(math.prod(shape) / self.layout.data_parallel_size)
-                    if name == place.name:
+                    if plain_name(name) == place.name:
                         for replica in range(math.ceil(numel / size) if size else 0):
                             yield replica, buffer_idx, first, min(size, numel - replica * size)
                     first += size
@@ -193,7 +193,8 @@ class SavedEngine:
         for replica in sorted({piece.replica for piece in self._pieces.of(place)}):
             state = self._optimizer_state(place.model_part, replica)
             assert state is not None
-            for buffer_idx, addresses in enumerate(state["param_slice_mappings"]):
+            for buffer_idx, mapping in enumerate(state["param_slice_mappings"]):
+                addresses = {plain_name(name): address for name, address in mapping.items()}
                 if place.name not in addresses:
                     continue
                 start = addresses[place.name].start
