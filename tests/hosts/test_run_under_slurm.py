@@ -60,7 +60,7 @@ class SlurmRun(Dstrial):
 
 
 def run_directory(place: Path) -> Path:
-    (found,) = (place / "runs" / "small").iterdir()
+    (found,) = (path for path in (place / "runs" / "small").iterdir() if path.is_dir())
     return found
 
 
