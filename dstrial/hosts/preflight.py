@@ -249,7 +249,7 @@ def _shared_problems(connections: Sequence[HostConnection], directory: Path) -> 
             lambda one: one.ask({"do": "read_probe", "path": written["path"]}, _ANSWER_S) or {},
         )
     finally:
-        first.ask({"do": "remove_probe", "path": written["path"]}, _ANSWER_S)
+        first.ask({"do": "remove_probe", "path": written["path"], "made": written["made"]}, _ANSWER_S)
     return [
         HostProblem(
             one.host.name,

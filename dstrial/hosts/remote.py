@@ -6,7 +6,7 @@ The program ends at the end of its input.
 """
 
 # Importing pathlib would add 5 ms to each start. The host may have any Python version.
-# ruff: noqa: PTH103, PTH108, PTH112, PTH118, PTH120, PTH123, PTH208
+# ruff: noqa: PTH103, PTH106, PTH108, PTH112, PTH118, PTH120, PTH123, PTH208
 
 from __future__ import annotations
 
@@ -117,10 +117,15 @@ def connect(targets: list[list[Any]], timeout_s: float) -> list[str | None]:
 def write_probe(directory: str) -> dict[str, Any]:
     """Write a file with a random word into a directory, which is created if needed.
 
-    Return the file's ``path`` and the ``word``, or an ``error``.
+    Return the file's ``path``, the ``word`` and the created directories ``made``, or an ``error``.
     """
     word = secrets.token_hex(16)
     path = os.path.join(directory, f".dstrial-hosts-{word[:12]}")
+    made: list[str] = []
+    above = directory
+    while not os.path.isdir(above) and above != os.path.dirname(above):
+        made.append(above)
+        above = os.path.dirname(above)
     try:
         os.makedirs(directory, exist_ok=True)
         with open(path, "x", encoding="ascii") as file:
@@ -129,7 +134,14 @@ def write_probe(directory: str) -> dict[str, Any]:
             os.fsync(file.fileno())
     except OSError as error:
         return {"error": error.strerror}
-    return {"path": path, "word": word}
+    return {"path": path, "word": word, "made": made}
+
+
+def remove_probe(path: str, made: list[str]) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+        for one in made:
+            os.rmdir(one)
 
 
 def read_probe(path: str) -> dict[str, Any]:
@@ -179,8 +191,7 @@ def main() -> None:
         elif what == "read_probe":
             _answer(read_probe(request["path"]))
         elif what == "remove_probe":
-            with contextlib.suppress(OSError):
-                os.unlink(request["path"])
+            remove_probe(request["path"], request["made"])
             _answer({})
         elif what == "become":
             _answer(_become(request))

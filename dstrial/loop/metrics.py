@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -64,38 +64,59 @@ def copied(value: Any) -> Any:
         return value
 
 
-def _as_double(value: Any) -> torch.Tensor | None:
-    """Return a number, or an array's or tensor's mean, as float64; None for others.
+Amount: TypeAlias = torch.Tensor | float
+"""A number of a metric: a tensor of shape () on an accelerator, a Python number on the CPU, where tensors cost more."""
 
-    The result, of shape (), has a storage of its own on the device of ``value``, which is not synchronised.
+
+def _amount_of(value: Any) -> Amount | None:
+    """Return a number, or an array's or tensor's mean, in double precision; None for others.
+
+    A tensor on an accelerator stays there, with a storage of its own and without synchronisation.
     """
     if isinstance(value, torch.Tensor):
-        return value.detach().to(torch.float64, copy=True).mean()
+        if value.is_cpu:
+            return float(value.detach().double().mean()) if value.ndim else float(value.item())
+        dtype = (
+            torch.float32 if value.device.type == "mps" else torch.float64
+        )  # Apple's devices have no float64
+        return value.detach().to(dtype, copy=True).mean()
+    if value.__class__ is float:
+        return float(value)
     try:
         array = np.asarray(value)
-        if array.dtype.kind not in "biuf" or array.size == 0:
-            return None
-        return torch.tensor(float(array.mean()), dtype=torch.float64)
+        return float(array.mean()) if array.dtype.kind in "biuf" and array.size else None
     except (TypeError, ValueError):
         return None
 
 
-def _on_host(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, float | None]:
+def _on_host(amounts: Mapping[str, Amount | None]) -> dict[str, float | None]:
     by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            by_device.setdefault(tensor.device, {})[name] = tensor
-    values: dict[str, float | None] = dict.fromkeys(tensors)
+    values: dict[str, float | None] = dict.fromkeys(amounts)
+    for name, amount in amounts.items():
+        if isinstance(amount, torch.Tensor):
+            by_device.setdefault(amount.device, {})[name] = amount
+        else:
+            values[name] = amount
     for on_device in by_device.values():
         values.update(zip(on_device, torch.stack(list(on_device.values())).tolist(), strict=True))
     return values
 
 
-def _combined(held: torch.Tensor, amount: torch.Tensor, reducer: pytorch.Reducer) -> torch.Tensor:
+def _combined(held: Amount, amount: Amount, reducer: pytorch.Reducer) -> Amount:
     if reducer in (pytorch.Reducer.AVG, pytorch.Reducer.SUM):
         return held + amount
-    choose = torch.maximum if reducer is pytorch.Reducer.MAX else torch.minimum  # both propagate NaN
-    return choose(held, amount)
+    is_max = reducer is pytorch.Reducer.MAX  # all four functions propagate NaN
+    for one, other in ((held, amount), (amount, held)):
+        if isinstance(one, torch.Tensor):
+            return (torch.maximum if is_max else torch.minimum)(one, torch.as_tensor(other).to(one))
+    return float((np.maximum if is_max else np.minimum)(held, amount))
+
+
+def _finite(amount: Amount) -> Amount:
+    """Return 1.0 if an amount is finite, else 0.0."""
+    if isinstance(amount, torch.Tensor):
+        return amount.isfinite().to(amount.dtype)
+    return float(math.isfinite(amount))
 
 
 def losses_among(names: Iterable[str]) -> list[str]:
@@ -131,11 +152,11 @@ class MetricWindow:
     ) -> None:
         self.where = where
         self._watches_losses = watches_losses
-        self._newest_losses: dict[str, torch.Tensor | None] = {}
-        self._has_finite: dict[str, torch.Tensor | None] = {}  # by loss: 1.0 once a value was finite
+        self._newest_losses: dict[str, Amount | None] = {}
+        self._has_finite: dict[str, Amount | None] = {}  # by loss: 1.0 once a value was finite
         self._reducer_of = reducer_of
         self._keep_batches = keep_batches
-        self._totals: dict[str, torch.Tensor | None] = {}
+        self._totals: dict[str, Amount | None] = {}
         self._weight = 0.0
         self._num_calls = 0
         self._batches: list[dict[str, Any]] = []
@@ -165,12 +186,14 @@ class MetricWindow:
                 f"expected {sorted(totals)} as in the calls before. Return the same metric names every time."
             )
         for name, value in metrics.items():
-            amount = _as_double(value)
+            amount = _amount_of(value)
             if name in self._newest_losses:
                 self._newest_losses[name] = amount
                 if amount is not None:
-                    is_finite, before = amount.isfinite().double(), self._has_finite.get(name)
-                    self._has_finite[name] = is_finite if before is None else is_finite.maximum(before)
+                    is_finite, before = _finite(amount), self._has_finite.get(name)
+                    if before is not None:
+                        is_finite = _combined(before, is_finite, pytorch.Reducer.MAX)
+                    self._has_finite[name] = is_finite
             reducer = self._reducer_of(name)
             if amount is not None and reducer is pytorch.Reducer.AVG:
                 amount = amount * weight
@@ -226,7 +249,8 @@ class MetricWindow:
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         self._totals = {
-            name: None if held is None else held.to(device) for name, held in state["totals"].items()
+            name: held.to(device) if isinstance(held, torch.Tensor) else held
+            for name, held in state["totals"].items()
         }
         self._weight = float(state["weight"])
         self._num_calls = int(state["num_calls"])
