@@ -1,7 +1,6 @@
 """The trial context on one rank: Determined's API, and errors of premature calls."""
 
 import inspect
-import logging
 
 import determined.pytorch.deepspeed as upstream
 import pytest
@@ -198,42 +197,3 @@ def test_private_attributes_mirror_loop_state(context, engine):
     assert runtime.train_calls_per_batch == 1
     context._manual_grad_accumulation = False
     assert runtime.train_calls_per_batch == 3
-
-
-OPTIMIZER = {"type": "AdamW", "params": {"lr": 0.05, "torch_adam": True}}
-SCHEDULER = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
-
-
-def wrap(*, is_in_code, **sections):
-    """Wrap an engine with config ``sections``, and optimizer and scheduler in code."""
-    import deepspeed
-
-    with dstrial.init(
-        hparams={"deepspeed_config": {"train_micro_batch_size_per_gpu": 4, **sections}}
-    ) as context:
-        model = torch.nn.Linear(2, 1)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.001) if is_in_code else None
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            model_parameters=model.parameters(),
-            optimizer=optimizer,
-            lr_scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) if is_in_code else None,
-            config=context.get_deepspeed_config(),
-        )
-        context.wrap_model_engine(engine)
-
-
-def test_unused_sections_are_named_with_replacement(caplog, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with caplog.at_level(logging.WARNING, "dstrial.trial"):
-        wrap(is_in_code=False, optimizer=OPTIMIZER, scheduler=SCHEDULER)
-        wrap(is_in_code=True)
-        assert "is not used" not in caplog.text
-        wrap(is_in_code=True, optimizer=OPTIMIZER, scheduler=SCHEDULER)
-    optimizer, scheduler = (
-        record.getMessage() for record in caplog.records if "is not used" in record.message
-    )
-    assert optimizer.startswith("DeepSpeed config of engine 0: optimizer is not used")
-    assert "trains with AdamW (lr 0.001, betas (0.9, 0.999)" in optimizer
-    assert scheduler.startswith("DeepSpeed config of engine 0: scheduler is not used")
-    assert "trains with ExponentialLR" in scheduler
