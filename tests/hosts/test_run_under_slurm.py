@@ -60,7 +60,7 @@ class SlurmRun(Dstrial):
 
 
 def run_directory(place: Path) -> Path:
-    (found,) = (path for path in (place / "runs" / "small").iterdir() if path.is_dir())
+    (found,) = (place / "runs" / "small").iterdir()
     return found
 
 
