@@ -69,7 +69,7 @@ Amount: TypeAlias = torch.Tensor | float
 
 
 def _amount_of(value: Any) -> Amount | None:
-    """Return a number, or an array's or tensor's mean, in double precision; None for others.
+    """Return a number, or the mean of an array or tensor; None for other values.
 
     A tensor on an accelerator stays there, with a storage of its own and without synchronisation.
     """
