@@ -212,6 +212,26 @@ def due(
     return found
 
 
+def next_due(
+    periods: Mapping[Boundary, Period | None],
+    batches_trained: int,
+    batches_total: int,
+    epoch_length: int | None,
+) -> int:
+    """Return the next batch count at which ``due`` may return an action.
+
+    At every earlier count ``due`` returns nothing. The result is at most the end of the current epoch.
+    """
+    found = batches_total
+    if epoch_length is not None:
+        found = min(found, (batches_trained // epoch_length + 1) * epoch_length)
+    for period in periods.values():
+        if period is not None and period.unit == "batches":
+            every = period.every or 1  # `positions` has no order, and is asked after each batch
+            found = min(found, (batches_trained // every + 1) * every)
+    return found
+
+
 def total_batches(length: pytorch.TrainUnit, epoch_length: int | None) -> int:
     if not isinstance(length, (pytorch.Batch, pytorch.Epoch)) or not isinstance(length.value, int):
         raise TypeError(f"max_length is {length!r}; expected Batch(int) or Epoch(int). Pass one of them.")

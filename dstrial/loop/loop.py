@@ -18,6 +18,7 @@ from dstrial.loop.boundaries import (
     LoopSettings,
     Progress,
     due,
+    next_due,
     total_batches,
 )
 from dstrial.loop.callbacks import Callbacks
@@ -184,6 +185,8 @@ class TrainingLoop:
             return None
         calls, iterator = range(runtime.train_calls_per_batch), self._iterator
         reports_metrics = runtime.mpu.should_report_metrics
+        polls_stop, points = self._sync_points.is_single_rank, self._sync_points
+        next_event = progress.batches_trained + 1
         end_first_batch: Callable[[], None] | None
         train_batch, end_first_batch = self._observe_first_batch()
         self._resume()
@@ -197,15 +200,15 @@ class TrainingLoop:
             progress.batches_trained = batch_idx + 1
             if profiler is not None:
                 profiler.step()
-            found = self._due()
-            if end_first_batch is None and not (found or progress.is_epoch_start or self._is_sync_point()):
+            if batch_idx + 1 < next_event and not (polls_stop and points.is_stop_requested()):
                 continue
             if end_first_batch is not None:
                 end_first_batch()
                 end_first_batch, train_batch = None, self._trial.train_batch
-            stop = self._handle_events(found)
+            stop = self._handle_events(self._due())
             if stop is not None:
                 return stop
+            next_event = min(self._next_due(), points.next_batch)
             self._resume()
         return None
 
@@ -215,6 +218,10 @@ class TrainingLoop:
         if self._settings.reports_epochs and progress.is_epoch_start:
             found.add(Boundary.REPORT)
         return found
+
+    def _next_due(self) -> int:
+        progress = self._progress
+        return next_due(self._periods, progress.batches_trained, self._batches_total, progress.epoch_length)
 
     def _is_sync_point(self) -> bool:
         points = self._sync_points

@@ -75,7 +75,7 @@ def _amount_of(value: Any) -> Amount | None:
     """
     if isinstance(value, torch.Tensor):
         if value.is_cpu:
-            return float(value.detach().double().mean()) if value.ndim else float(value.item())
+            return float(value.detach().double().mean() if value.ndim else value.item())
         dtype = (
             torch.float32 if value.device.type == "mps" else torch.float64
         )  # Apple's devices have no float64
@@ -190,10 +190,11 @@ class MetricWindow:
             if name in self._newest_losses:
                 self._newest_losses[name] = amount
                 if amount is not None:
-                    is_finite, before = _finite(amount), self._has_finite.get(name)
-                    if before is not None:
-                        is_finite = _combined(before, is_finite, pytorch.Reducer.MAX)
-                    self._has_finite[name] = is_finite
+                    before = self._has_finite.get(name)
+                    if before is None:
+                        self._has_finite[name] = _finite(amount)
+                    elif isinstance(before, torch.Tensor) or not before:
+                        self._has_finite[name] = _combined(before, _finite(amount), pytorch.Reducer.MAX)
             reducer = self._reducer_of(name)
             if amount is not None and reducer is pytorch.Reducer.AVG:
                 amount = amount * weight

@@ -13,6 +13,7 @@ from dstrial.loop.boundaries import (
     Period,
     asks_for_checkpoint,
     due,
+    next_due,
     searcher_length,
     total_batches,
     train_unit,
@@ -42,6 +43,29 @@ def test_period_without_unit_is_rejected():
         Period.from_train_unit(100)
     with pytest.raises(TypeError, match="expected an int or a list"):
         Period.from_train_unit(pytorch.Batch("ten"))
+
+
+@given(
+    report=st.integers(1, 30),
+    validate=st.sampled_from(["batches", "epochs"]),
+    listed=st.lists(st.integers(1, 100), max_size=3),
+    total=st.integers(1, 100),
+    epoch_length=st.none() | st.integers(1, 20),
+)
+def test_nothing_is_due_before_next_due(report, validate, listed, total, epoch_length):
+    periods = {
+        Boundary.REPORT: Period("batches", every=report),
+        Boundary.VALIDATE: Period(validate, every=3),
+        Boundary.CHECKPOINT: Period("batches", positions=listed) if listed else None,
+    }
+    for batches in range(total):
+        following = next_due(periods, batches, total, epoch_length)
+        assert batches < following <= total
+        assert not any(
+            due(periods, before, total, epoch_length)
+            or (epoch_length is not None and before % epoch_length == 0)
+            for before in range(batches + 1, following)
+        )
 
 
 @given(st.integers(1, 30), st.integers(1, 30), st.integers(1, 30), st.integers(1, 200))

@@ -19,6 +19,10 @@ from torch.utils import data
 from dstrial.engine.random_state import RngState
 from dstrial.errors import DataError
 
+_BATCHES_PER_BLOCK = (
+    64  # batches whose record numbers are read from a tensor at once; one by one costs 6 us each
+)
+
 EpochOrder = Callable[[int], "Sequence[Any]"]
 
 
@@ -163,15 +167,22 @@ class GlobalBatches:
         self._order = order
         self._epoch_idx = -1
         self._records: Sequence[Any] = ()
+        self._block: Sequence[Any] = ()
+        self._block_start = 0
 
     def records(self, batch_idx: int) -> list[Any]:
         """Return a global batch's records (the sampler's items), in order."""
         epoch_idx, batch_in_epoch = divmod(batch_idx, self.epoch_length)
         if epoch_idx != self._epoch_idx:
-            self._records = self._order(epoch_idx)
+            self._records, self._block = self._order(epoch_idx), ()
             self._epoch_idx = epoch_idx
-        start = batch_in_epoch * self.geometry.train_batch_size
-        return list(self._records[start : start + self.geometry.train_batch_size])
+        size = self.geometry.train_batch_size
+        start = batch_in_epoch * size - self._block_start
+        if not 0 <= start < len(self._block):
+            self._block_start = batch_in_epoch * size
+            end = self._block_start + size * _BATCHES_PER_BLOCK
+            self._block, start = self._records[self._block_start : end], 0
+        return list(self._block[start : start + size])
 
     def num_records(self, first_batch: int, end_batch: int) -> int:
         """Return the number of records in batches ``first_batch`` to ``end_batch - 1``."""

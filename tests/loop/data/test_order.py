@@ -96,6 +96,15 @@ def test_shuffled_order_depends_on_seed_and_epoch():
     assert ShuffledOrder(50, 1)(7)[:] == ShuffledOrder(50, 1)(7)[:]
 
 
+def test_batches_in_any_order_are_slices_of_epoch():
+    num_records = 2 * 150  # more batches than one block has
+    order = ShuffledOrder(num_records, 1)
+    batches = GlobalBatches(order, num_records, BatchGeometry(2, 1, 1), keep_tail=True)
+    for batch_idx in (0, 149, 63, 64, 200, 1, 299):
+        epoch_idx, in_epoch = divmod(batch_idx, 150)
+        assert batches.records(batch_idx) == order(epoch_idx)[2 * in_epoch : 2 * in_epoch + 2]
+
+
 @pytest.mark.parametrize("start", [0, 1, 5, 11, 12, 29])
 def test_replica_sampler_resumes_at_start_batch(start):
     batches = GlobalBatches(ShuffledOrder(30, 1), 30, BatchGeometry(2, 3, 2), keep_tail=True)
