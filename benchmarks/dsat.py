@@ -29,7 +29,7 @@ from dstrial.dsat.core.outcome import TIE, Failure, Measured, Outcome, relative_
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.methods.base import Finish, MethodOptions, measures
 from dstrial.dsat.predictor.inputs import PredictInputs
-from dstrial.dsat.space.space import Space
+from dstrial.dsat.space import Space
 
 METHODS = ("predict", "asha", "binary", "random", "oracle")
 """``oracle`` measures the configurations that are best by the formulas with their hidden constants."""

@@ -21,14 +21,14 @@ from dstrial.dsat.cli import SearchFlags
 from dstrial.dsat.config import SearchConfig, read_config, with_parallel
 from dstrial.dsat.core.journal import DISK_FULL_ERRORS, SearchRecord
 from dstrial.dsat.core.outcome import TrialResult, best_of
-from dstrial.dsat.driver.driver import Driver, recorded_inputs
-from dstrial.dsat.driver.dry_runs import gather_inputs, target_here, trace_graphs
+from dstrial.dsat.driver import Driver, recorded_inputs
+from dstrial.dsat.dry_runs import gather_inputs, target_here, trace_graphs
 from dstrial.dsat.methods import PREDICT
 from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.predictor.hardware import DEVICES, nominal_machine
 from dstrial.dsat.predictor.inputs import PredictInputs
 from dstrial.dsat.predictor.plan import MAX_ROWS, PlanRow, columns, headline, make_plan, to_json
-from dstrial.dsat.report.live import summary
+from dstrial.dsat.report import summary
 from dstrial.errors import ConfigError, LaunchError, SearchError
 from dstrial.file_writes import replace_file
 from dstrial.local.checkpoint_directory import newest_checkpoint

@@ -23,8 +23,7 @@ from dstrial.dsat.cli import SearchFlags
 from dstrial.dsat.core.candidate import HYPERPARAMETERS
 from dstrial.dsat.core.outcome import smaller_is_better
 from dstrial.dsat.methods.base import MethodOptions
-from dstrial.dsat.space.knobs import ZERO
-from dstrial.dsat.space.space import Space
+from dstrial.dsat.space import ZERO, Space
 from dstrial.errors import ConfigError, ConfigProblem
 
 _NOT_IN_A_FILE = {

@@ -28,7 +28,7 @@ from dstrial.dsat.cli import SearchFlags
 from dstrial.dsat.config import SearchConfig, read_config, with_parallel
 from dstrial.dsat.core.journal import EVENTS_GROUP, SEARCH_FILE, SearchRecord
 from dstrial.dsat.core.outcome import TrialResult
-from dstrial.dsat.driver.driver import Driver, recorded_inputs
+from dstrial.dsat.driver import Driver, recorded_inputs
 from dstrial.local.json_files import read_json
 from dstrial.ranks.stop_signals import noted_signals
 from dstrial.scratch import scratch_directory

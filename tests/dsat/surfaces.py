@@ -23,8 +23,8 @@ from dstrial.dsat.methods import search_method
 from dstrial.dsat.methods.base import Action, ConfigSearch, Finish, Measure, MethodOptions, measures
 from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.predictor.inputs import PredictInputs
-from dstrial.dsat.report.document import SearchFacts
-from dstrial.dsat.space.space import Space
+from dstrial.dsat.report import SearchFacts
+from dstrial.dsat.space import Space
 from dstrial.search.random_state import SearchRandom
 
 BASE = {

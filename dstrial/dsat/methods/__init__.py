@@ -6,7 +6,7 @@ from dstrial.dsat.methods.base import ConfigSearch, MethodOptions
 from dstrial.dsat.methods.predict import PredictSearch
 from dstrial.dsat.methods.random_structures import AshaSearch, BinarySearch, RandomConfigSearch
 from dstrial.dsat.predictor.inputs import PredictInputs
-from dstrial.dsat.space.space import Space
+from dstrial.dsat.space import Space
 
 PREDICT = "predict"  # the default method, which needs dry runs and a benchmark of the machine
 _RANDOM = {"asha": AshaSearch, "binary": BinarySearch, "random": RandomConfigSearch}

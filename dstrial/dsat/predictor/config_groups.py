@@ -8,8 +8,7 @@ from typing import Any
 
 from dstrial.dsat.core.candidate import BatchSplit, Candidate, value_at
 from dstrial.dsat.predictor.features import ZeroFeatures
-from dstrial.dsat.space.knobs import KNOBS, KNOWN_PATHS, ZERO, useful_values, width_of
-from dstrial.dsat.space.space import Space, Structure
+from dstrial.dsat.space import KNOBS, KNOWN_PATHS, ZERO, Space, Structure, useful_values, width_of
 
 _OFFLOADS = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
 _SIZES = {knob.path: knob.path.rpartition(".")[2] for knob in KNOBS if knob.counts_params}

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dstrial.dsat.predictor.hardware import Machine
-from dstrial.dsat.space.knobs import ZERO
+from dstrial.dsat.space import ZERO
 from dstrial.engine.dryrun.values import DryRunResult, Line
 
 ASSUMED_LAYERS = 50

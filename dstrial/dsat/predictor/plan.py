@@ -12,7 +12,7 @@ from dstrial.dsat.predictor.features import StepParts, ZeroFeatures, peak_parts
 from dstrial.dsat.predictor.inputs import PredictInputs
 from dstrial.dsat.predictor.models import DeviceMemory, MemoryModel, MemoryPrediction, Point
 from dstrial.dsat.predictor.predictor import Predictor
-from dstrial.dsat.space.space import Space, Structure
+from dstrial.dsat.space import Space, Structure
 from dstrial.engine.dryrun.values import DryRunResult
 
 PROBABILITY = 0.98  # a configuration fits if its probability to fit is at least this

@@ -12,7 +12,7 @@ from dstrial.dsat.core.outcome import METRICS_TO_MAXIMIZE, FailureKind, Measured
 from dstrial.dsat.predictor.config_groups import ConfigGroups, structure_of
 from dstrial.dsat.predictor.features import PHASES, peak_parts, step_parts
 from dstrial.dsat.predictor.hardware import Machine, unknown_machine
-from dstrial.dsat.predictor.inputs import ModelInfo, PredictInputs
+from dstrial.dsat.predictor.inputs import PredictInputs
 from dstrial.dsat.predictor.models import (
     DeviceMemory,
     MemoryModel,
@@ -22,7 +22,7 @@ from dstrial.dsat.predictor.models import (
     TimePrediction,
     Timing,
 )
-from dstrial.dsat.space.space import Space
+from dstrial.dsat.space import Space
 from dstrial.engine.dryrun.values import DryRunResult
 
 _UNKNOWN_NOISE = 0.01  # relative noise of a measurement without a confidence interval
@@ -64,7 +64,6 @@ class Predictor:
         self._metric = metric
         self._phase = metric if metric in PHASES else None
         self._is_per_record = metric in METRICS_TO_MAXIMIZE
-        self.info: ModelInfo | None = None  # according to the first measurement
         self.machine: Machine | None = inputs.machine
         self.capacity_bytes = inputs.capacity_bytes
         self.outcomes: list[tuple[Candidate, Outcome]] = []
@@ -88,7 +87,6 @@ class Predictor:
             if self.machine is None:
                 self.machine = Machine.from_metrics(outcome.metrics)
                 self._points.clear()
-            self.info = self.info or ModelInfo.from_measured(outcome)
             # A measured capacity replaces the guess from an out-of-memory error.
             self.capacity_bytes = (
                 self.inputs.capacity_bytes or outcome.value("device_memory_bytes") or self.capacity_bytes

@@ -24,7 +24,7 @@ from dstrial.dsat.predictor.config_groups import ConfigGroups, positions, struct
 from dstrial.dsat.predictor.hardware import METRIC_PREFIX
 from dstrial.dsat.predictor.plan import PROBABILITY, headline, make_plan, needed_memory, to_json
 from dstrial.dsat.predictor.predictor import Predictor
-from dstrial.dsat.space.space import Space
+from dstrial.dsat.space import Space
 
 pytestmark = pytest.mark.timeout(300)  # the slowest quick file; files with long timeouts start first
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dstrial.dsat.cli import parse_duration
 from dstrial.dsat.rank.statistics import Sampling, SamplingLimits, median_of, warm_from
-from dstrial.dsat.report.formatting import format_duration
+from dstrial.dsat.report import format_duration
 
 
 def test_warm_up_ends_at_level_change() -> None:

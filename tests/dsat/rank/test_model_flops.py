@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dstrial.dsat.core.candidate import BatchSplit, Candidate
 from dstrial.dsat.core.outcome import FailureKind, Measured
-from dstrial.dsat.driver.normalize import FLOPS_RULE, mismatch_with_request, with_model_flops
+from dstrial.dsat.driver import FLOPS_RULE, mismatch_with_request, with_model_flops
 
 
 def test_model_flops_follow_throughput_and_first_count() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.dsat.core.candidate import setting_text
+from dstrial.dsat.core.journal import BEST_NAMES, SearchRecord
 from dstrial.dsat.core.outcome import (
     TIE,
     Failure,
@@ -22,8 +23,7 @@ from dstrial.dsat.core.outcome import (
     smaller_is_better,
     with_means,
 )
-from dstrial.dsat.report import formatting
-from dstrial.dsat.space.space import Space
+from dstrial.dsat.space import Space
 from dstrial.file_writes import replace_file
 from dstrial.local.json_files import write_json_atomically
 from dstrial.visible_text import size_text
@@ -67,6 +67,12 @@ _COLUMNS = (
     "configuration",
     "why it was measured",
 )
+
+_RATES = {
+    "end_to_end_throughput": "end to end (all steps, with the data loader)",
+    "throughput": "by the median step",
+}
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -287,11 +293,11 @@ def headline(document: Document) -> str:
     best, own = _trial(document, document["best"]), _trial(document, document["own"])
     if best is None:
         return "Nothing could be measured."
-    value = f"{formatting.amount(best['value'])} {document['unit']}"
+    value = f"{_amount(best['value'])} {document['unit']}"
     if best["is_own"]:
         return (
             f"Your own configuration is the best: {value}. Nothing that was measured is better by more than "
-            f"{formatting.share(TIE)}."
+            f"{_percent(TIE)}."
         )
     if document["gain"] is None:
         state = "was not measured" if own is None else f"ended with: {own['state']}"
@@ -300,8 +306,8 @@ def headline(document: Document) -> str:
         "" if document["is_gain_certain"] else " Their intervals overlap, so that the gain is not certain."
     )
     return (
-        f"The best configuration reaches {value}, {formatting.share(document['gain'], signed=True)} over your own "
-        f"({formatting.amount(own['value'] if own else 0.0)} {document['unit']}).{doubt}"
+        f"The best configuration reaches {value}, {_percent(document['gain'], signed=True)} over your own "
+        f"({_amount(own['value'] if own else 0.0)} {document['unit']}).{doubt}"
     )
 
 
@@ -310,22 +316,22 @@ def _facts(document: Document) -> Iterator[tuple[str, str]]:
     yield "search", f"{document['method']}, {state}: {document['reason']}"
     yield "trials", f"{document['num_trials']}, with {document['num_slots']} rank(s) each"
     spent = sum(row["seconds"] or 0.0 for row in document["trials"])
-    yield "time in trials", formatting.format_duration(spent)
+    yield "time in trials", format_duration(spent)
     best, own = _trial(document, document["best"]), _trial(document, document["own"])
     for whose, row in (("the best", best), ("your own", None if own is best else own)):
-        if row is not None and (rates := formatting.rates(row.get("metrics") or {})):
+        if row is not None and (rates := _rates(row.get("metrics") or {})):
             yield f"samples/s of {whose}", rates
     for name, value in document["model"].items():
-        yield _MODEL[name], formatting.amount(value) if name == "num_params" else size_text(value)
+        yield _MODEL[name], _amount(value) if name == "num_params" else size_text(value)
 
 
 def _knobs(document: Document) -> Iterator[tuple[str, str, str, str]]:
     for one in document["sensitivity"]:
         for row in one["values"]:
-            loss = formatting.share(-row["loss"], signed=True) if row["loss"] > 0 else "best"
+            loss = _percent(-row["loss"], signed=True) if row["loss"] > 0 else "best"
             name = one["knob"].removeprefix("zero_optimization.")
             trials = f"{loss}, {row['count']} trial(s)"
-            yield name, formatting.share(one["effect"]), setting_text(row["value"]), trials
+            yield name, _percent(one["effect"]), setting_text(row["value"]), trials
 
 
 def _trial(document: Document, trial_id: int | None) -> Mapping[str, Any] | None:
@@ -335,8 +341,8 @@ def _trial(document: Document, trial_id: int | None) -> Mapping[str, Any] | None
 def _cells(document: Document, row: Mapping[str, Any]) -> list[str]:
     value = row["state"]
     if row["value"] is not None:
-        within = "" if row["half_width"] is None else f" ± {formatting.share(row['half_width'])}"
-        value = f"{formatting.amount(row['value'])}{within}"
+        within = "" if row["half_width"] is None else f" ± {_percent(row['half_width'])}"
+        value = f"{_amount(row['value'])}{within}"
     step_s = (row["predicted"] or {}).get("step_s")
     error = step_s / row["step_s"] - 1 if step_s and row["step_s"] else None
     marks = {document["best"]: "best", document["own"]: "yours"}
@@ -344,9 +350,9 @@ def _cells(document: Document, row: Mapping[str, Any]) -> list[str]:
         str(row["trial_id"]),
         marks.get(row["trial_id"], ""),
         value,
-        "" if row["step_s"] is None else formatting.seconds(row["step_s"]),
+        "" if row["step_s"] is None else _seconds(row["step_s"]),
         "" if row["memory_bytes"] is None else size_text(row["memory_bytes"]),
-        "" if error is None else formatting.share(error, signed=True),
+        "" if error is None else _percent(error, signed=True),
         row["description"],
         row["why"],
     ]
@@ -362,3 +368,120 @@ def _table(columns: Sequence[str], rows: Any) -> Iterator[str]:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+# ---- lines on a terminal ----------------------------------------------------------------------
+
+
+def summary(
+    record: SearchRecord, trials: Sequence[TrialResult], metric: str, *, reason: str, is_finished: bool
+) -> str:
+    """Return the final text: trials, best configuration, its gain, paths of files."""
+    trials = with_means(trials)
+    best = best_of(trials, metric)
+    state = "finished" if is_finished else "not finished"
+    lines = [*_trial_table(trials, metric), "", f"search:        {state} ({reason})"]
+    if best is None:
+        lines.append("best:          nothing was measured")
+    else:
+        value = _amount(abs(best.score(metric) or 0.0))
+        lines.append(f"best:          trial {best.trial_id}: {best.description}")
+        lines.append(f"{metric + ':':<15}{value}{_over_own(trials, best, metric)}")
+        if isinstance(best.outcome, Measured) and (rates := _rates(best.outcome.metrics)):
+            lines.append(f"samples/s:     {rates}")
+        for title, name in zip(("config:", "metrics:", "experiment:"), BEST_NAMES, strict=True):
+            lines.append(f"{title:<15}{record.path / name}")
+    lines.append(f"all trials:    {record.path / 'trials.json'}")
+    lines.append(f"report:        {record.path / 'report.md'}")
+    failures = [trial.outcome.kind for trial in trials if isinstance(trial.outcome, Failure)]
+    if is_finished and failures and (best is None or any(kind.ends_search for kind in failures)):
+        lines.append("to begin anew: correct what failed, and pass --fresh")
+    if not is_finished:
+        lines.append("to go on:      the same command, without --fresh")
+    return "\n".join(lines) + "\n"
+
+
+def ended_line(trial: TrialResult, metric: str) -> str:
+    if isinstance(trial.outcome, Failure):
+        return f"trial {trial.trial_id} failed ({trial.outcome.kind.value}): {trial.outcome.message}"
+    value = None if trial.outcome is None else trial.outcome.value(metric)
+    half_width = None if trial.outcome is None else trial.outcome.value("half_width")
+    shown = "nothing" if value is None else _amount(value)
+    within = "" if half_width is None else f" ± {half_width:.1%}"
+    return f"trial {trial.trial_id} measured {metric} {shown}{within}"
+
+
+def _trial_table(trials: Sequence[TrialResult], metric: str) -> list[str]:
+
+    def rank(trial: TrialResult) -> tuple[float, int]:
+        value = trial.score(metric)
+        return (float("inf") if value is None else -value), trial.trial_id
+
+    rows = [("trial", metric, "time", "why", "configuration")]
+    for trial in sorted(trials, key=rank):
+        took = "" if trial.seconds is None else format_duration(trial.seconds)
+        rows.append((str(trial.trial_id), _value(trial, metric), took, trial.why, trial.description))
+    widths = [max(len(row[idx]) for row in rows) for idx in range(4)]
+    return [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]).rstrip()
+        for row in rows
+    ]
+
+
+def _value(trial: TrialResult, metric: str) -> str:
+    if trial.outcome is None:
+        return "not finished"
+    if isinstance(trial.outcome, Failure):
+        phase = trial.outcome.phase
+        return f"{trial.outcome.kind.value} in {phase}" if phase else trial.outcome.kind.value
+    value = trial.outcome.value(metric)
+    return "not measured" if value is None else _amount(value)
+
+
+def _over_own(trials: Sequence[TrialResult], best: TrialResult, metric: str) -> str:
+    own = own_of(trials)
+    if own is None or own.outcome is None:
+        return ""
+    if best.candidate.is_own:
+        return " (your own configuration)"
+    gain = gain_over(best, own, metric)
+    if gain is None:
+        return " (your own configuration could not be measured)"
+    return f" ({gain:+.1%} over your own configuration)"
+
+
+# ---- numbers as text --------------------------------------------------------------------------
+
+
+def _amount(value: float) -> str:
+    """Return a number with four digits, and an SI prefix if large: ``1.234 G``."""
+    for size, prefix in _PREFIXES:
+        if abs(value) >= size:
+            return f"{value / (1e3 if prefix == 'k' else size):.4g} {prefix}"
+    return f"{value:.4g}"
+
+
+def _seconds(value: float) -> str:
+    """Return a time in s, ms or µs, with three digits."""
+    if value >= 1:
+        return f"{value:.3g} s"
+    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} µs"
+
+
+def _percent(value: float, *, signed: bool = False) -> str:
+    return f"{value:+.1%}" if signed else f"{value:.1%}"
+
+
+def format_duration(seconds: float) -> str:
+    """Format seconds as ``1h05m``, ``3m20s`` or ``12s``."""
+    whole = max(round(seconds), 0)
+    if whole >= 3600:
+        return f"{whole // 3600}h{whole % 3600 // 60:02}m"
+    return f"{whole // 60}m{whole % 60:02}s" if whole >= 60 else f"{whole}s"
+
+
+def _rates(metrics: Mapping[str, float]) -> str:
+    """Return a text with the measured throughputs; empty if none was measured."""
+    return ", ".join(
+        f"{_amount(metrics[name])} {meaning}" for name, meaning in _RATES.items() if metrics.get(name)
+    )

@@ -19,7 +19,7 @@ from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.predictor.closed_form import zero_run
 from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.predictor.inputs import NUM_BATCHES, UNDESCRIBED, PredictInputs, dry_run_request
-from dstrial.dsat.space.space import Structure
+from dstrial.dsat.space import Structure
 from dstrial.engine.dryrun.process import DryRunError, dry_runs
 from dstrial.engine.dryrun.values import DryRunRequest, ModelTrace
 from dstrial.local.script_variables import MEASURING_KEYS

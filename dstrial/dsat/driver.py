@@ -15,6 +15,7 @@ from typing import Any
 from dstrial.dsat.backends.base import Backend, Ended, RemoteSearch
 from dstrial.dsat.backends.trial_spec import TrialSpec, full_config, measuring_spec, write_config
 from dstrial.dsat.config import SearchConfig
+from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.journal import BEST_NAMES, SearchRecord, SearchStatus, is_final
 from dstrial.dsat.core.outcome import (
     Failure,
@@ -25,24 +26,33 @@ from dstrial.dsat.core.outcome import (
     outcome_from_json,
     outcome_to_json,
 )
-from dstrial.dsat.driver.normalize import FLOPS_RULE, RULE_NOTE, mismatch_with_request, with_model_flops
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.methods.base import Action, Finish, Measure, Note
 from dstrial.dsat.predictor.inputs import PredictInputs
-from dstrial.dsat.report.document import (
+from dstrial.dsat.report import (
     REPORT_NAMES,
     SearchFacts,
+    ended_line,
     live_document,
     report_document,
     write_report,
 )
-from dstrial.dsat.report.live import ended_line
 from dstrial.errors import DstrialError, SearchError
 from dstrial.local.json_files import write_json_atomically
 
 _MIN_DEADLINE_S = 120.0  # a trial may have to start ranks and compile kernels in this time
 _DEADLINE_FACTOR = 5.0
 _REPORT_PERIOD_S = 2.0
+
+FLOPS_RULE = "FLOPS_are_a_rule"
+"""Metric that is 1 if ``FLOPS_per_gpu`` follows from a rule of thumb, because no FLOPs could be counted."""
+
+_RULE_NOTE = (
+    "no FLOPs could be counted, as with compiled or custom kernels: FLOPS_per_gpu assumes 6 for each parameter and record, "
+    "and ranks configurations as throughput does all the same"
+)
+_FLOPS = "FLOPS_per_gpu"
+_RULE_PER_PARAMETER = 6
 
 
 def recorded_inputs(record: SearchRecord) -> PredictInputs | None:
@@ -224,8 +234,8 @@ class Driver:
         self._has_news = True
         actions = self._method.on_result(trial_id, outcome)
         is_rule = isinstance(outcome, Measured) and bool(outcome.value(FLOPS_RULE))
-        if is_rule and self._settings.flags.metric == "FLOPS_per_gpu" and RULE_NOTE not in self._notes:
-            actions = [Note(RULE_NOTE), *actions]
+        if is_rule and self._settings.flags.metric == "FLOPS_per_gpu" and _RULE_NOTE not in self._notes:
+            actions = [Note(_RULE_NOTE), *actions]
         if not self._is_replay:
             self._print_line(ended_line(self.trials[trial_id], self._settings.flags.metric))
             self._write_files()
@@ -365,3 +375,66 @@ class Driver:
             forecasts=self._method.forecasts,
             notes=(*settings.warnings, *self._notes),
         )
+
+
+# ---- measurements of one search are comparable ------------------------------------------------
+
+
+def with_model_flops(
+    measured: Measured,
+    like: Measured | None,
+    *,
+    flops_per_record: float | None = None,
+    num_replicas: int = 1,
+) -> Measured:
+    """Return a measurement whose ``FLOPS_per_gpu`` uses the FLOP count of the search.
+
+    All measurements of a search use the same FLOPs per record, so equal throughput gives equal ``FLOPS_per_gpu``. The FLOPs are
+    counted in the first measurement, else in a dry run (``flops_per_record``, on one rank), else estimated from the number of
+    parameters. ``like`` is an earlier result of this function; None for the first measurement.
+    """
+    throughput = measured.value("throughput")
+    if not throughput:
+        return measured
+    metrics = dict(measured.metrics)
+    if like is not None:
+        rate, flops = like.value("throughput"), like.value(_FLOPS)
+        if not rate or not flops:
+            return measured
+        metrics[_FLOPS] = flops / rate * throughput
+        if like.value(FLOPS_RULE):
+            metrics[FLOPS_RULE] = 1.0
+    elif not measured.value(_FLOPS):
+        metrics[FLOPS_RULE] = 0.0 if flops_per_record else 1.0
+        if not flops_per_record:
+            flops_per_record = _RULE_PER_PARAMETER * max(measured.value("num_params") or 0.0, 1.0)
+        metrics[_FLOPS] = flops_per_record * throughput / num_replicas
+    return Measured(metrics)
+
+
+def mismatch_with_request(measured: Measured, candidate: Candidate) -> Failure | None:
+    """Return a failure if the trial used another batch or ZeRO stage than requested.
+
+    Trials with several engines are not checked: the request may apply to only one of the engines.
+    """
+    if (measured.value("num_engines") or 1) > 1:
+        return None
+    requested = {
+        "train_micro_batch_size_per_gpu": candidate.batch.micro_batch_size,
+        "gradient_accumulation_steps": candidate.batch.accumulation,
+        "zero_stage": candidate.stage,
+    }
+    wrong = {
+        name: (found, expected)
+        for name, expected in requested.items()
+        if (found := measured.value(name)) is not None and round(found) != expected
+    }
+    if not wrong:
+        return None
+    trained = ", ".join(f"{name} {round(value)}" for name, (value, _) in wrong.items())
+    values = ", ".join(str(value) for _, value in wrong.values())
+    return Failure(
+        FailureKind.USER_ERROR,
+        f"the engine trains with {trained}; expected {values}, as the trial was told. Build its config with "
+        "dsat.get_ds_config_from_hparams(hparams), or give the script's arguments to dsat.get_hf_args_with_overwrites.",
+    )

@@ -27,8 +27,8 @@ from dstrial.dsat.config import SearchConfig, with_parallel
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.journal import SearchRecord, SearchStatus
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, TrialResult, best_of
-from dstrial.dsat.driver.driver import Driver
-from dstrial.dsat.report.live import summary
+from dstrial.dsat.driver import Driver
+from dstrial.dsat.report import summary
 from dstrial.errors import ConfigError, LaunchError, SearchError
 
 
@@ -229,7 +229,7 @@ def test_running_report_is_published_until_received(
     experiment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = _settings(experiment, "--max-trials", "6")
-    monkeypatch.setattr("dstrial.dsat.driver.driver._REPORT_PERIOD_S", 0.0)
+    monkeypatch.setattr("dstrial.dsat.driver._REPORT_PERIOD_S", 0.0)
     often: dict[str, Any] = {"started": {}}
     _, driver, _ = _run(settings, often)
     measured = [sum(row["state"] == "measured" for row in one["trials"]) for one in often["shown"]]
