@@ -16,7 +16,7 @@ METHOD_NAMES = (PREDICT, *_RANDOM)
 def search_method(
     name: str, space: Space, options: MethodOptions, inputs: PredictInputs | None = None
 ) -> ConfigSearch:
-    """Create a search method; ``asha`` replaces ``predict`` if there are no dry runs."""
+    """Return a new search method; without dry runs, ``asha`` replaces ``predict``."""
     if name == PREDICT and inputs is not None and inputs.runs:
         return PredictSearch(space, options, inputs)
     return _RANDOM["asha" if name == PREDICT else name](space, options)

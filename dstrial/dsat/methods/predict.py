@@ -1,4 +1,9 @@
-"""Method ``predict``: measure only configurations that are predicted to be fast."""
+"""Method ``predict``: measure only configurations that are predicted to be fast.
+
+Configurations of one *group* have the same ZeRO stage, the same offload devices and the same values of those ``--space`` keys
+whose effect is unknown. A *structure* is a configuration without its batch sizes. docs/explanation/dsat-model.md has the
+equations.
+"""
 
 from __future__ import annotations
 
@@ -17,36 +22,39 @@ from dstrial.dsat.predictor.predictor import Prediction, Predictor
 from dstrial.dsat.space import Space, Structure
 
 _USUAL, _THOROUGH = (0.0010, 2.0), (0.0008, 3.0)
-"""Least expected gain of a measurement, as a share of the best cost, and the number of measurements without progress that
-doubles it."""
-_CONTENDERS, _MOST = 3, 2  # ``--thorough``: configurations to measure again, most measurements of each
+"""(least expected gain of a further measurement, as a share of the best cost; number of measurements without progress after
+which this gain doubles), without and with ``--thorough``."""
+_CONTENDERS, _MOST = 3, 2  # with ``--thorough``: configurations to measure again, most measurements of each
 _NEW, _FAR = 2.0, 2.0
 """``_NEW`` multiplies the worth of a measurement if its group has not run with a micro batch within a factor of ``_FAR``,
 because such a measurement improves the predictions of many candidates."""
-_PROGRESS = 1.005  # a cost makes progress if it is better than the best so far by this factor
-_SURE_TO_FIT = 0.98  # while nothing has run, a candidate with this probability counts as fitting
+_PROGRESS = 1.005  # a measurement is progress if it divides the best cost so far by more than this
+_SURE_TO_FIT = (
+    0.98  # while nothing has run, a configuration with this probability counts as fitting into memory
+)
 _MAX_REFUSED = 2  # failed configurations after which their group is excluded
 # After these failures, an equal candidate may be measured: smaller buckets may fit, although nothing else differs.
 _MAY_REPEAT = (FailureKind.COMMUNICATION, FailureKind.DEVICE_OOM)
-# Most steps of a measurement, least seconds of all steps, seconds of building an engine.
+# To predict the time of a trial: most steps, least seconds of all steps, seconds to build an engine.
 _LONGEST_STEPS, _MIN_S, _BUILD_S = 70, 6.0, 30.0
 
-_MAX_CHANGES = 30
-_MIN_CHANGE = 1e-4  # of the log cost; a change that gains less ends a descent
-_FITS = 0.85  # lowest probability to fit that a descent accepts
-_BOUNDS = (1.5, 0.0)  # standard deviations below the median at which candidates of a group are compared
+_MAX_CHANGES = 30  # most changes of a descent
+_MIN_CHANGE = 1e-4  # of the log cost; a descent ends when no change gains more
+_FITS = 0.85  # a descent visits only configurations with at least this probability to fit into memory
+_BOUNDS = (1.5, 0.0)
+"""A descent compares costs at so many standard deviations below the median: first 1.5, then 0."""
 _HOPELESS_STDS, _HOPELESS = 3.0, 1.03
-"""A group is not searched if its cost, this many standard deviations below the median, exceeds the best cost by this factor."""
-_OOM_COST = 0.2  # cost of running out of memory, as a share of the best cost
-_MIN_TO_FIT = 0.5
+"""A group is left out if its lowest cost, 3 standard deviations below the median, exceeds 1.03 times the best measured cost."""
+_OOM_COST = 0.2  # loss by running out of memory, as a share of the best cost
+_MIN_TO_FIT = 0.5  # a configuration with a lower probability to fit into memory is worth nothing
 
-_Place = tuple[Prediction, int]  # a prediction, and the index of its micro batch among the positions
+_Place = tuple[Prediction, int]  # (prediction, index of its micro batch size among the allowed ones)
 
 
 class PredictSearch:
     """Measures the user's configuration, then those with the largest expected gains.
 
-    The search ends when expected gains are small.
+    The search ends when the expected gains of all other configurations are small.
     """
 
     def __init__(self, space: Space, options: MethodOptions, inputs: PredictInputs) -> None:
@@ -82,10 +90,10 @@ class PredictSearch:
     # ---- learning --------------------------------------------------------------------------------
 
     def _learn_failure(self, candidate: Candidate, kind: FailureKind) -> None:
-        """Exclude the failed configuration's settings from the search.
+        """Exclude the settings of a failed configuration from the search.
 
-        After repeated failures in a group (stage, offloading, settings of unknown effect), the group is excluded if no
-        configuration of the group has run. Out-of-memory errors of a device and a first communication error exclude nothing.
+        After two failures in a group of which nothing has run, the whole group is excluded. An out-of-memory error of a device
+        and a first communication error exclude nothing.
         """
         failed = [one for one in self.observations.values() if isinstance(one.outcome, Failure)]
         is_first = sum(one.candidate == candidate for one in failed) == 1
@@ -99,7 +107,7 @@ class PredictSearch:
             self._refused_groups.add(group)
 
     def _costs(self) -> list[tuple[Candidate, float, float]]:
-        """Return (configuration, mean cost, its relative half-width), the best first."""
+        """Return (configuration, mean cost, relative half-width of the mean), best first."""
         repeats: dict[Candidate, list[Measured]] = {}
         for one in self.observations.values():
             if isinstance(one.outcome, Measured):
@@ -113,12 +121,12 @@ class PredictSearch:
         return sorted(found, key=lambda one: one[1])
 
     def incumbent(self) -> tuple[Candidate, float] | None:
-        """Return the best configuration and its mean cost; None before any has run."""
+        """Return (best configuration, its mean cost); None before any has run."""
         return next(((candidate, cost) for candidate, cost, _ in self._costs()), None)
 
     def _num_since_progress(self) -> int:
         """Return the number of measurements since the best cost last improved by 0.5 %."""
-        # Not counted: each group's first measurement (group: stage, offloading, settings of unknown effect).
+        # The first measurement of each group does not count.
         number, best = 0, math.inf
         groups: set[tuple[Any, ...]] = set()
         for candidate, outcome in self.predictor.outcomes:
@@ -163,7 +171,10 @@ class PredictSearch:
                 return [*actions, *self._finish(self._reason())]
 
     def _ranked(self, best: tuple[Candidate, float] | None, is_open: Sequence[Candidate]) -> list[Prediction]:
-        """Return the candidates worth a measurement, the largest expected gain first."""
+        """Return predictions of configurations worth a measurement, the best first.
+
+        ``best`` is the best measured configuration with its cost; ``is_open`` are configurations whose trials still run.
+        """
         found = self._acquisition.candidates(
             self._positions(),
             self.predictor.fantasize(is_open),
@@ -191,6 +202,7 @@ class PredictSearch:
         return [one for one, _ in pairs if self._may_measure(one.candidate, tried)]
 
     def _worths(self, found: Sequence[Prediction], cost: float) -> Iterator[tuple[Prediction, float]]:
+        """Yield (prediction, its worth) of each prediction; ``cost`` is the best measured cost."""
         failures = [one.outcome for one in self.observations.values() if isinstance(one.outcome, Failure)]
         num_failed = sum(failure.kind is FailureKind.DEVICE_OOM for failure in failures)
         sizes: dict[tuple[Any, ...], list[int]] = {}
@@ -215,7 +227,10 @@ class PredictSearch:
         return positions_near(self.space, [one.batch for one in self._measured()])
 
     def _contender(self) -> Candidate | None:
-        """Return the next of the best configurations to measure again, or None."""
+        """Return one of the best configurations, to measure it again; None to end.
+
+        Only with ``--thorough``, and only while noise does not separate the configuration from the best.
+        """
         num_tried = Counter(one.candidate for one in self.observations.values())  # failures, too
         num_repeats = num_tried.total() - len(num_tried)
         costs = self._costs()[:_CONTENDERS]
@@ -259,7 +274,11 @@ def _why(prediction: Prediction, best: tuple[Candidate, float] | None) -> str:
 
 
 def _is_unsure(best: tuple[Candidate, float, float], other: tuple[Candidate, float, float]) -> bool:
-    """Return whether costs may be equal, and may differ by more than a tie."""
+    """Return whether more measurements are needed to compare two configurations.
+
+    Each argument is (configuration, mean cost, relative half-width of the mean). More are needed if the 95 % interval of the
+    costs' difference contains 0, and also a difference of more than a tie (1 %).
+    """
     difference, half_width = other[1] / best[1] - 1, math.hypot(best[2], other[2])
     return difference - half_width <= 0 and difference + half_width > TIE
 
@@ -268,10 +287,10 @@ def _is_unsure(best: tuple[Candidate, float, float], other: tuple[Candidate, flo
 
 
 def worth(prediction: Prediction, cost: float, num_failed: int = 0) -> float:
-    """Return a candidate's expected relative gain, minus the expected loss by OOM.
+    """Return the expected gain of measuring a configuration, minus the expected loss.
 
-    The gain is relative to ``cost``, the best measured cost. The loss grows with ``num_failed``, the number of out-of-memory
-    errors so far. Returns 0 if the candidate probably does not fit.
+    Both are shares of ``cost``, the best measured cost. The loss is that of running out of memory; it grows with ``num_failed``,
+    the number of out-of-memory errors so far. Returns 0 if the configuration probably does not fit into memory.
     """
     fits = prediction.probability_to_fit
     if fits < _MIN_TO_FIT:
@@ -280,15 +299,16 @@ def worth(prediction: Prediction, cost: float, num_failed: int = 0) -> float:
 
 
 class Acquisition:
-    """Proposes the most promising candidates of each group of configurations.
+    """Finds configurations that are worth a measurement, in each group.
 
-    A group shares ZeRO stage, offloading and settings of unknown effect.
+    In each group, coordinate descent changes one setting at a time while the predicted cost falls. All configurations that a
+    descent visits are proposed.
     """
 
     def __init__(self, groups: ConfigGroups, predictor: Predictor) -> None:
         self._groups, self._predictor = groups, predictor
         self._ends: dict[tuple[Any, ...], Structure] = {}  # group -> where its last descent ended
-        self._seen: dict[Candidate, Prediction] = {}
+        self._seen: dict[Candidate, Prediction] = {}  # what the descents of this call have visited
         self._positions: Sequence[int] = ()
         self._time: StepModel | None = None
 
@@ -299,10 +319,13 @@ class Acquisition:
         measured: Iterable[Candidate],
         cost: float | None,
     ) -> list[Prediction]:
-        """Return the predictions of all candidates for the next measurement.
+        """Return predictions of the configurations that may be measured next.
 
-        ``positions`` are the allowed micro batches, as indices in the grid. The descents start at ``measured``, at the groups'
-        default settings and where earlier descents ended. ``cost`` is the best measured cost; None before anything has run.
+        Args:
+            positions: the allowed micro batch sizes, as indices of ``Space.batch_size_grid``.
+            time: model that predicts the time of a step.
+            measured: configurations that have run; descents start there, at default settings, and where earlier ones ended.
+            cost: the best measured cost; None before anything has run.
         """
         self._seen, self._positions, self._time = {}, positions, time
         starts: dict[tuple[Any, ...], list[Structure]] = {}
@@ -316,7 +339,7 @@ class Acquisition:
         return list(self._seen.values())
 
     def _descend(self, starts: Iterable[Structure], cost: float | None) -> Structure | None:
-        """Return the configuration at which a descent from the best of ``starts`` ends.
+        """Return the structure at which a descent from the best of ``starts`` ends.
 
         None if no configuration of the group is likely to reach ``cost``, the best measured cost.
         """
@@ -336,7 +359,10 @@ class Acquisition:
         return None if at is None else structure_of(at[0].candidate)
 
     def _start(self, structure: Structure) -> _Place | None:
-        """Return (prediction, index) of the fitting micro batch with the lowest cost."""
+        """Return a structure's prediction with the best micro batch size, and its index.
+
+        None if the structure is illegal, or was not dry-run.
+        """
         if not self._groups.is_legal(structure):
             return None
         found = self._predict([(structure, idx) for idx in range(len(self._positions))])
@@ -346,7 +372,8 @@ class Acquisition:
     def _move(self, at: Prediction, idx: int, stds: float) -> _Place | None:
         """Return the best change of a setting, of the micro batch, or of both.
 
-        None if no change lowers the cost. Costs are compared at ``stds`` standard deviations below their medians.
+        ``at`` and ``idx`` are the current prediction and the index of its micro batch size. Costs are compared ``stds`` standard
+        deviations below their medians. None if no change lowers the cost.
         """
         structure = structure_of(at.candidate)
         others = self._groups.moves(structure, self._predictor.num_params)

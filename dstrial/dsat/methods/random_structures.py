@@ -21,26 +21,29 @@ from dstrial.dsat.space import KNOBS, Space, Structure
 from dstrial.search.random_state import SearchRandom
 
 _MAX_SKIPPED = 2000  # number of skipped candidates in a row after which a search waits or ends
-_GROWING = {knob.path for knob in KNOBS if knob.grows_memory}
+_GROWING = {knob.path for knob in KNOBS if knob.grows_memory}  # keys of which larger values need more memory
 
 
 @dataclasses.dataclass(slots=True)
 class Lineage:
-    """The trials of one random structure (a configuration without batch sizes)."""
+    """The trials of one random structure, a configuration without batch sizes.
+
+    Micro batch sizes are given by their *position*, an index of ``Space.batch_size_grid``.
+    """
 
     idx: int
     structure: Structure
-    low: int  # position in the grid of micro batches; the range is empty if ``high < low``
+    low: int  # positions from ``low`` to ``high`` are left to try; none if ``high < low``
     high: int
-    first_high: int
-    # (position, score, rung)
+    first_high: int  # the latest estimate of the largest position that fits
+    # (position, score or None if out of memory, rung) of each trial
     history: list[tuple[int, float | None, int]] = dataclasses.field(default_factory=list)
-    rung: int = 0
+    rung: int = 0  # level that the lineage has reached in ASHA
     is_closed: bool = False  # gets no more trials
     is_open: bool = False  # one of its trials is being measured
 
     def best(self, last_rung: int) -> float | None:
-        """Return the best score up to rung ``last_rung``; None if unmeasured."""
+        """Return the best score of trials up to rung ``last_rung``; None if unmeasured."""
         scores = [value for _, value, rung in self.history if value is not None and rung <= last_rung]
         return max(scores, default=None)
 
@@ -77,15 +80,18 @@ class BinarySearch:
         return f"lineage {lineage.idx + 1}"
 
     def new_range(self, stage: int) -> tuple[int, int]:
-        """Return the (lowest, highest) position that a new lineage of a stage searches."""
+        """Return the (lowest, highest) position that a new lineage of a ZeRO stage tries."""
         return 0, self.ceiling(stage)
 
     def position(self, lineage: Lineage) -> int:
-        """Return the position in the grid of micro batches that a lineage tries next."""
+        """Return the position of the micro batch size that a lineage tries next."""
         return (lineage.low + lineage.high) // 2
 
     def learn(self, lineage: Lineage, position: int, value: float | None) -> None:
-        """Narrow a lineage's range after a trial with this score; None: out of memory."""
+        """Narrow the range of a lineage after a trial at ``position``.
+
+        ``value`` is the trial's score; None if the trial ran out of memory.
+        """
         if value is None:
             lineage.high = position - 1
         else:
@@ -126,8 +132,8 @@ class BinarySearch:
     def ceiling(self, stage: int) -> int:
         """Return the position of the largest micro batch that may fit with a ZeRO stage.
 
-        The size is estimated from the first measurement, and multiplied by ``search_range_factor``. Without an estimate, the
-        largest size of the grid counts as fitting, or twice the user's own micro batch if the grid is unlimited.
+        The size is estimated from the first measurement, and multiplied by ``search_range_factor``. Without an estimate, it is
+        the largest size, or twice the user's own micro batch if the global batch size may change.
         """
         sizes = self.space.batch_size_grid
         guess = None if self.info is None else largest_micro_batch(self.info, stage, self.space)
@@ -139,7 +145,7 @@ class BinarySearch:
         return self.space.first_position(highest)
 
     def new_lineage(self, stages: tuple[int, ...]) -> Lineage:
-        """Draw a ZeRO stage and settings; return a ``Lineage`` to search micro batches."""
+        """Return a new lineage, with a random ZeRO stage out of ``stages`` and random settings."""
         stage = stages[self.random.integer_below(len(stages))]
         low, high = self.new_range(stage)
         structure = self.space.draw(self.random, stage, self._num_params)
@@ -238,7 +244,7 @@ class BinarySearch:
 def needs_no_less_memory(candidate: Candidate, other: Candidate, space: Space) -> bool:
     """Return whether ``candidate`` surely needs at least as much memory as ``other``.
 
-    True if the stage is the same, micro batch and buckets are no smaller, and nothing else differs.
+    True if the ZeRO stage is the same, micro batch and buckets are no smaller, and nothing else differs.
     """
     if candidate.stage != other.stage or candidate.batch.micro_batch_size < other.batch.micro_batch_size:
         return False
@@ -269,13 +275,16 @@ class AshaSearch(BinarySearch):
         return f"lineage {lineage.idx + 1}, rung {lineage.rung}"
 
     def is_complete(self, lineage: Lineage) -> bool:
+        """Return whether a lineage needs no more trials in its rung."""
         return lineage.is_closed or len(lineage.history) >= self.trials_of(lineage.rung)
 
     def trials_of(self, rung: int) -> int:
+        """Return how many trials a lineage needs to complete a rung and those below it."""
         options = self.options
         return int(options.min_binary_search_trials * options.divisor ** (options.asha_early_stopping + rung))
 
     def _promote(self) -> Lineage | None:
+        """Raise the best lineage that may be promoted by one rung, and return it; else None."""
         for rung in reversed(range(self.options.max_rungs - 1)):
             finished = [
                 lineage
@@ -355,6 +364,7 @@ class RandomConfigSearch(BinarySearch):
         )
 
     def _excludes_stage_3(self) -> bool:
+        """Return whether a trial with stage 1 or 2 has run."""
         ended = [*self._ended(1), *self._ended(2)]
         has_others = bool({1, 2} & set(self.space.stages))
         return has_others and any(isinstance(one.outcome, Measured) for one in ended)

@@ -1,6 +1,6 @@
 """Compute memory, communication and operations of each ZeRO stage from a dry run.
 
-The dry run has no ZeRO; formulas add ZeRO's bytes per parameter (table in docs/how-to/memory.md).
+The dry run executes a step of the model on one rank without ZeRO. Formulas add what ZeRO needs (table in docs/how-to/memory.md).
 
 Source: Rajbhandari et al. 2020 (ZeRO), section 3, and DeepSpeed 0.19 ``runtime/zero``.
 ``tests/engine/test_memory_of_engines.py`` compares the results with DeepSpeed's engines.
@@ -22,11 +22,11 @@ from dstrial.engine.dryrun.values import (
 )
 
 _MASTER_BYTES = 4  # of a float32 master weight; ZeRO keeps master weights in fp32 training, too
-_FLAT_ELEMENTS = 5e8  # most gradients that stage 0 reduces at once; no DeepSpeed key sets it
+_FLAT_ELEMENTS = 5e8  # most gradient elements that stage 0 reduces at once; no DeepSpeed key sets it
 _PASS_OPERATIONS = {0: -9, 1: -6, 2: 9, 3: 75}
 _STEP_OPERATIONS = {0: 45, 1: 40, 2: 28, 3: 39}
-"""ZeRO stage -> counted operations per tensor, beyond those of the dry run, in forward and backward, and in a step."""
-_GATHERS = 0.54  # counted gathers of stage 3 per tensor and pass; small tensors are not gathered, or together
+"""ZeRO stage -> operations per tensor that ZeRO adds to the dry run's: in forward and backward; in an optimizer step."""
+_GATHERS = 0.54  # all-gathers of stage 3 per tensor and pass, as counted; small tensors are kept or gathered together
 
 
 def zero_run(
@@ -34,7 +34,8 @@ def zero_run(
 ) -> DryRunResult:
     """Return memory, FLOPs and communication of one rank with these ZeRO settings.
 
-    ``is_accumulating``: a step has several micro batches. ``is_cpu``: the device's memory is the host's.
+    ``trace`` is the dry run of the model. ``is_accumulating``: a step has several micro batches. ``is_cpu``: the device is the
+    host, so that both share one memory.
     """
     gradients = zero.bytes_per_value * trace.trainable_parameters
     inner_collectives, last_collectives = _collectives(trace, zero, gradients)
@@ -137,7 +138,7 @@ def _memory(
 
 
 def _moment_bytes(trace: ModelTrace, *, is_half: bool) -> float:
-    """Return the bytes of optimizer state per trained parameter, without fp32 weights."""
+    """Return bytes of optimizer state per trained parameter, without its fp32 weight."""
     if not trace.trainable_parameters:
         return 0.0
     measured = trace.state_bytes["optimizer"] / trace.trainable_parameters
@@ -145,7 +146,10 @@ def _moment_bytes(trace: ModelTrace, *, is_half: bool) -> float:
 
 
 def _phase(name: str, start: float, form: MemoryForm) -> PhaseMemory:
-    """Return a dry-run phase's memory as if ``start`` bytes were allocated before it."""
+    """Return the peak memory of a phase that begins with ``start`` bytes allocated.
+
+    ``form`` has the phase's memory in the dry run, where other bytes were allocated before it.
+    """
     lines = [line for each in form.phases if each.phase == name for line in each.lines]
     moved = upper_envelope((start + line.base - form.settled, line.per_record) for line in lines)
     return PhaseMemory(name, moved)
@@ -154,7 +158,7 @@ def _phase(name: str, start: float, form: MemoryForm) -> PhaseMemory:
 def _collectives(
     trace: ModelTrace, zero: ZeroFeatures, gradients: float
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """Return the collectives of all micro batches but a step's last, and of the last."""
+    """Return the collectives of each micro batch but a step's last, and of the last."""
     weights, num_tensors = trace.state_bytes["parameters"], trace.num_tensors
 
     def one(kind: str, phase: str, num_calls: int, num_bytes: float) -> Collective:

@@ -1,4 +1,4 @@
-"""Inputs of predictions: dry runs, and facts about the model from the first trial."""
+"""Inputs of predictions: requests for dry runs, and their results."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from dstrial.dsat.predictor.hardware import Machine
 from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult
 
-UNDESCRIBED = "nothing"
-NUM_BATCHES = 4  # first batches of a training loader, of which the largest is dry-run
+UNDESCRIBED = "nothing"  # ``PredictInputs.described_by`` if no dry run succeeded
+NUM_BATCHES = 4  # a dry run uses the largest of so many first batches of the training loader
 
 _COUNTED_AT = 4  # micro batch size at which FLOPs of a record are counted
 _TRIAL = "dstrial.dsat.rank.workloads:TrialWorkload"
@@ -79,8 +79,8 @@ class PredictInputs:
     machine: Machine | None = None  # None to learn it from the first measurement
     capacity_bytes: float | None = None  # of one device; None to learn it from a measurement
     is_cpu: bool = False
-    described_by: str = UNDESCRIBED  # or ``fake tensors``, ``one real batch``
-    notes: tuple[str, ...] = ()
+    described_by: str = UNDESCRIBED  # what the dry runs used: ``fake tensors`` or ``one real batch``
+    notes: tuple[str, ...] = ()  # lines for the user
 
     @property
     def flops_per_record(self) -> float | None:

@@ -18,34 +18,40 @@ from dstrial.engine.dryrun.values import DryRunResult
 PROBABILITY = 0.98  # a configuration fits if its probability to fit is at least this
 MAX_ROWS = 10  # of a printed plan
 
-_NUM_BEST = 3
+_NUM_BEST = 3  # configurations of which a plan shows variations
 _LARGEST_FREE = 1024  # largest micro batch to consider if the global batch may vary
-_COUNTED_AT = 4  # micro batch size at which FLOPs and tokens of a record are counted
+_COUNTED_AT = 4  # micro batch size for which FLOPs and tokens of a record are computed
 _GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanRow:
-    """The prediction of one configuration with the fastest micro batch that fits."""
+    """A row of a plan: one configuration with the fastest micro batch that fits.
+
+    If none fits, the row has the smallest micro batch.
+    """
 
     candidate: Candidate
     description: str
-    num_slots: int
-    fits: bool
-    margin_bytes: float  # left on each device, at ``PROBABILITY``; negative if missing
-    memory_bytes: float  # on each device, at the median, with context and fragmentation
-    host_bytes: float  # of tensors of each rank
-    throughput: float  # records a second of all ranks, at the median
+    num_slots: int  # number of devices
+    fits: bool  # into the memory of a device, with the probability ``PROBABILITY``
+    margin_bytes: float  # free on each device with that probability; negative if missing
+    memory_bytes: float  # median of what each device needs, with driver and fragmentation
+    host_bytes: float  # of each rank's tensors in host memory
+    throughput: float  # median of the records per second of all ranks
     tokens_per_s: float | None  # None if records have no tokens
-    mfu: float | None  # FLOPs of the model / published FLOPs of the devices; None if unknown
+    mfu: float | None  # FLOP/s of the model / published FLOP/s of the devices; None if unknown
 
     def epoch(self, epoch_records: int, price: float | None) -> tuple[float | None, float | None]:
-        """Return (hours, cost) of an epoch, None if unknown; ``price`` is per device-hour."""
+        """Return (hours, cost) of an epoch, each None if unknown.
+
+        ``epoch_records`` is the number of records of an epoch, 0 if unknown; ``price`` is that of one device for an hour.
+        """
         hours = epoch_records / self.throughput / 3600 if epoch_records else None
         return hours, None if hours is None or price is None else hours * price * self.num_slots
 
     def cells(self, epoch_records: int, price: float | None) -> tuple[str, ...]:
-        """Return table cells in the order of ``columns``; ``price`` is per device-hour."""
+        """Return the row's cells in the order of ``columns``; arguments as of :meth:`epoch`."""
         hours, cost = self.epoch(epoch_records, price)
         rate = self.throughput if self.tokens_per_s is None else self.tokens_per_s
         margin = self.margin_bytes / _GIB
@@ -66,6 +72,7 @@ class PlanRow:
 
 
 def columns(rows: Sequence[PlanRow]) -> tuple[str, ...]:
+    """Return the headings of the table of a plan."""
     rate = "records/s" if all(row.tokens_per_s is None for row in rows) else "tokens/s"
     return ("slots", "configuration", rate, "MFU", "epoch h", "epoch cost", "GiB", "margin GiB", "host GiB")
 
@@ -73,10 +80,11 @@ def columns(rows: Sequence[PlanRow]) -> tuple[str, ...]:
 def make_plan(
     space: Space, inputs: PredictInputs, *, num_slots: int = 1, peak_flops_per_s: float | None = None
 ) -> list[PlanRow]:
-    """Predict one configuration of each group, and variations of the three best.
+    """Return predictions of one configuration per group, and of variations of the best.
 
-    Configurations that fit come first, from fast to slow; then the others, by ascending missing memory. ``peak_flops_per_s`` is
-    the device's published rate, for MFU; None if unknown.
+    A group is a ZeRO stage with or without offloading. Variations are those of the three best. Configurations that fit come
+    first, from fast to slow; then the others, by ascending missing memory. ``peak_flops_per_s`` is the device's published rate,
+    for the MFU; None if unknown.
     """
     groups = ConfigGroups(space)
     predictor = Predictor(groups, inputs, "throughput")
@@ -104,7 +112,7 @@ def make_plan(
 def _row(
     predictor: Predictor, structure: Structure, num_slots: int, peak_flops_per_s: float | None
 ) -> PlanRow | None:
-    """Return the prediction with the fastest micro batch that fits, else the smallest."""
+    """Return a structure's row; None if it was not dry-run."""
     space, capacity = predictor.space, predictor.capacity_bytes
     largest = _LARGEST_FREE if space.batch_size_grid.is_free else None
     candidates = [space.candidate(structure, position) for position in positions(space, largest)]
@@ -135,7 +143,10 @@ def _row(
 def needed_memory(
     run: DryRunResult, zero: ZeroFeatures, micro_batch_size: int, capacity_bytes: float
 ) -> MemoryPrediction:
-    """Return the memory that a configuration needs on a device, as in ``dsat plan``."""
+    """Return the memory that a configuration needs on a device, as ``dsat plan`` does.
+
+    ``run`` is a dry run with the ZeRO settings ``zero``; ``capacity_bytes`` is the device's memory.
+    """
     point = Point(
         StepParts(()),  # its time is not predicted
         tuple(peak_parts(run, zero, zero, micro_batch_size)),
@@ -164,6 +175,7 @@ def headline(plans: Mapping[int, Sequence[PlanRow]], num_params: float, where: s
 
 
 def to_json(rows: Sequence[PlanRow], epoch_records: int, price: float | None) -> list[dict[str, Any]]:
+    """Return the rows of a plan as JSON values, with hours and cost of an epoch."""
     found = []
     for row in rows:
         hours, cost = row.epoch(epoch_records, price)

@@ -1,4 +1,4 @@
-"""Predict time and memory of configurations, and learn from every outcome."""
+"""Predict time and memory of configurations, and learn from the outcome of each trial."""
 
 from __future__ import annotations
 
@@ -25,26 +25,29 @@ from dstrial.dsat.predictor.models import (
 from dstrial.dsat.space import Space
 from dstrial.engine.dryrun.values import DryRunResult
 
-_UNKNOWN_NOISE = 0.01  # relative noise of a measurement without a confidence interval
-_MAX_SPREAD = 0.15  # limit of the log cost's standard deviation in bounds and expected gains
+_UNKNOWN_NOISE = 0.01  # relative standard deviation of a measurement without a confidence interval
+_MAX_SPREAD = 0.15  # limit of the log cost's standard deviation in confidence bounds and expected gains
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prediction:
-    """The predicted time, memory and cost of a candidate."""
+    """The predicted time, memory and cost of a configuration.
+
+    The cost is what the search minimizes: seconds per record, or the seconds that the metric names.
+    """
 
     candidate: Candidate
     time: TimePrediction  # of a step, or of the phase that the metric names
-    memory: MemoryPrediction | None
-    probability_to_fit: float  # 1 if nothing limits memory
-    cost: float  # median seconds per record; of the step or phase if the metric is a time
+    memory: MemoryPrediction | None  # None if unknown
+    probability_to_fit: float  # into the device's memory; 1 if its size is unknown
+    cost: float  # at the median time
 
     def lower_confidence_bound(self, num_stds: float) -> float:
         """Return the cost at ``num_stds`` standard deviations below its median."""
         return self.cost * math.exp(-num_stds * min(self.time.log_std, _MAX_SPREAD))
 
     def expected_improvement(self, cost: float) -> float:
-        """Return the expected relative gain over a measured ``cost``; losses count as 0.
+        """Return the expected relative gain over ``cost``; a loss counts as no gain.
 
         Source: expected improvement (Jones, Schonlau and Welch 1998), on the logarithm.
         """
@@ -55,7 +58,10 @@ class Prediction:
 
 
 class Predictor:
-    """Predicts time, memory and cost of configurations, learning from measured ones."""
+    """Predicts time, memory and cost of configurations; learns from measured ones.
+
+    ``metric`` is the metric that the search optimizes.
+    """
 
     def __init__(self, groups: ConfigGroups, inputs: PredictInputs, metric: str) -> None:
         self.groups = groups
@@ -67,7 +73,7 @@ class Predictor:
         self.machine: Machine | None = inputs.machine
         self.capacity_bytes = inputs.capacity_bytes
         self.outcomes: list[tuple[Candidate, Outcome]] = []
-        self._ran = groups.representatives()
+        self._ran = groups.representatives()  # the structures that were dry-run
         self._points: dict[Candidate, Point | None] = {}
         self._memory = self._new_memory()
         self.time = StepModel()
@@ -81,7 +87,7 @@ class Predictor:
     # ---- learning --------------------------------------------------------------------------------
 
     def learn(self, candidate: Candidate, outcome: Outcome) -> None:
-        """Add the outcome of a trial, and fit the time and memory models again."""
+        """Learn the outcome of a trial: fit the time model and the memory model again."""
         self.outcomes.append((candidate, outcome))
         if isinstance(outcome, Measured):
             if self.machine is None:
@@ -98,7 +104,10 @@ class Predictor:
         self.time = StepModel(self._timings(), is_scaled=self.machine is None)
 
     def fantasize(self, candidates: Sequence[Candidate]) -> StepModel:
-        """Return a time model that treats predicted times of ``candidates`` as measured."""
+        """Return a time model that takes the predicted times of ``candidates`` as measured.
+
+        It serves to choose a further trial while these are still running.
+        """
         points, _ = self._pressed([point for one in candidates if (point := self._point(one)) is not None])
         if not points:
             return self.time
@@ -111,7 +120,10 @@ class Predictor:
     # ---- predicting ------------------------------------------------------------------------------
 
     def predictions(self, candidates: Sequence[Candidate], time: StepModel | None = None) -> list[Prediction]:
-        """Return predictions of those ``candidates`` that were dry-run, in their order."""
+        """Return predictions of those ``candidates`` that have a dry run, in their order.
+
+        ``time`` replaces the time model; None: that of all outcomes so far.
+        """
         known = [(one, point) for one in candidates if (point := self._point(one)) is not None]
         points, memories = self._pressed([point for _, point in known])
         times = (time or self.time).predict(points, self._phase)
@@ -124,7 +136,7 @@ class Predictor:
         return result
 
     def cost(self, candidate: Candidate, outcome: Outcome | None) -> float | None:
-        """Return a measured cost in the unit of ``Prediction.cost``; None if unmeasured."""
+        """Return the measured cost, comparable with ``Prediction.cost``; None if unmeasured."""
         if not isinstance(outcome, Measured):
             return None
         if self._phase is not None:
@@ -136,7 +148,7 @@ class Predictor:
         return seconds / candidate.batch.train_batch_size
 
     def forecast(self, prediction: Prediction, *, is_guess: bool) -> dict[str, Any]:
-        """Return a prediction as JSON values, without times if they are only a guess."""
+        """Return a prediction as JSON values; if ``is_guess``, without times."""
         return {
             "step_s": None if is_guess else prediction.time.median_s,
             "spread": None if is_guess else prediction.time.log_std,
@@ -145,7 +157,7 @@ class Predictor:
         }
 
     def host_bytes(self, candidate: Candidate) -> float:
-        """Return one rank's peak bytes of tensors on the host; 0 if unknown."""
+        """Return the peak bytes of one rank's tensors in host memory; 0 if unknown."""
         run = self.inputs.runs.get(self._run_key(candidate))
         return 0.0 if run is None else run.host.peak(candidate.batch.micro_batch_size)
 
@@ -185,7 +197,7 @@ class Predictor:
         )
 
     def _pressed(self, points: Sequence[Point]) -> tuple[list[Point], list[MemoryPrediction | None]]:
-        """Return ``points`` with time lost to nearly full memory, and their memory peaks."""
+        """Return (points, memory peaks); the points include the time lost to full memory."""
         memories, limit = self._memory.predict(points), self.capacity_bytes
         pressed = [
             point

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 from predicted import inputs
-from surfaces import DEVICE_BYTES, Played, assert_search_invariants, play, space, surface, trials_of
+from surfaces import DEVICE_BYTES, Played, assert_search_invariants, measures, play, space, surface, trials_of
 
 from dstrial.dsat.cli import parse_bytes
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, best_of
 from dstrial.dsat.methods import search_method
-from dstrial.dsat.methods.base import MethodOptions, measures
+from dstrial.dsat.methods.base import MethodOptions
 from dstrial.dsat.methods.random_structures import needs_no_less_memory
 from dstrial.dsat.predictor.config_groups import ConfigGroups, positions, structure_of
 from dstrial.dsat.predictor.hardware import METRIC_PREFIX
