@@ -124,7 +124,7 @@ class SearchFlags:
     price: float | None = None
 
     def fingerprinted(self) -> dict[str, Any]:
-        """Return name -> value of the options whose change begins a new search."""
+        """Return name -> value of the options that a command must repeat to resume a search."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in _RESUMING}
 
 
@@ -145,12 +145,13 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def with_method(words: Sequence[str]) -> list[str]:
-    """Return the command line, with the default method in front if it names no method."""
+    """Return the command line; if it names no method, with the default method in front."""
     is_named = not words or words[0] in (*METHOD_NAMES, PLAN, "-h", "--help")
     return list(words) if is_named else [PREDICT, *words]
 
 
 def add_methods(subparsers: Any) -> None:
+    """Add a parser per search method, and that of ``plan``, to argparse's subparsers."""
     for method, summary in _SUMMARIES.items():
         parser = subparsers.add_parser(method, help=summary, description=summary)
         parser.add_argument("config_path", metavar="CONFIG.yaml", help="experiment config")
@@ -167,6 +168,7 @@ def add_methods(subparsers: Any) -> None:
 
 
 def flags_of(args: argparse.Namespace) -> SearchFlags:
+    """Return the options of a parsed command line."""
     # A plan has the flags of the method ``predict``.
     is_plan = args.search_method == PLAN
     values = {name: value for name, value in vars(args).items() if name in _DEFAULTS}

@@ -40,7 +40,7 @@ from dstrial.resume.metadata import RESUME_VARIABLE
 if TYPE_CHECKING:
     from dstrial.dsat.backends.cluster import ClusterBackend
 
-_MAX_PARALLEL = 16  # trials at the same time, unless --max-concurrent-trials is given
+_MAX_PARALLEL = 16  # most trials at the same time, unless --max-concurrent-trials is given
 _DESCRIBING_S = 900.0  # time limit of all dry runs together
 
 EPILOG = (
@@ -130,7 +130,7 @@ def _run(
 def _num_parallel(
     settings: SearchConfig, record: SearchRecord, backend: Callable[[], Backend | RemoteSearch]
 ) -> int:
-    """Return how many trials run at once; a resumed search keeps its original number."""
+    """Return how many trials run at once; a resumed search keeps its first number."""
     path = record.path / "parallel.json"
     if path.exists():
         return int(path.read_text())
@@ -167,8 +167,10 @@ def _inputs(
 def _train_best(
     settings: SearchConfig, record: SearchRecord, best: TrialResult, master: Callable[[], ClusterBackend]
 ) -> int:
-    """Train the best configuration on the master, or on this machine; return 0."""
-    # On this machine, the launcher replaces this process; the function returns only if the training is already complete.
+    """Train the best configuration on the master, or on this machine; return 0.
+
+    On this machine, a launcher replaces this process; the function returns only if the training was already complete.
+    """
     config = full_config(settings, best.candidate)
     path = record.path / "full_experiment.yaml"
     write_config(path, config)
@@ -209,7 +211,7 @@ def _print_line(line: str) -> None:
 
 
 def _planned(flags: SearchFlags) -> tuple[dict[int, SearchConfig], list[str]]:
-    """Return the settings for each number of ranks, and why other numbers are refused."""
+    """Return (number of ranks -> settings, reasons why other numbers are refused)."""
     planned: dict[int, SearchConfig] = {}
     refused: list[str] = []
     for num_slots in flags.slots or (None,):

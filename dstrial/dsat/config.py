@@ -32,18 +32,18 @@ _NOT_IN_A_FILE = {
     "gradient_accumulation_steps": "Remove it: it follows from the global batch and the micro batch.",
     f"{ZERO}.stage": "Pass --zero-stages, with the stages to try.",
 }
-"""Path that a file of ``--space`` cannot name -> what to do instead."""
+"""Path that a ``--space`` file must not name -> what to do instead."""
 _TOTAL, _MICRO, _ = BATCH_KEYS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchConfig:
-    """The checked options, experiment, search space and method options of a search."""
+    """The checked settings of a search: options, experiment and search space."""
 
     method: str
     flags: SearchFlags
     experiment: ExperimentConfig
-    written: dict[str, Any]  # the experiment config as written, YAML values
+    written: dict[str, Any]  # the experiment config as the user has written it
     space: Space
     options: MethodOptions
     output: Path  # absolute directory of the search; ``--fresh`` may take another one beside it
@@ -158,7 +158,7 @@ def _slug(name: str) -> str:
 
 
 def _flag_problems(flags: SearchFlags) -> Iterator[ConfigProblem]:
-    """Yield problems of options that are wrong for any experiment."""
+    """Yield problems of options that are wrong for every experiment."""
     if flags.start_profile_step > flags.end_profile_step:
         got, most = str(flags.start_profile_step), f"at most --end-profile-step ({flags.end_profile_step})"
         yield ConfigProblem("--start-profile-step", got, most, "Lower it, or raise --end-profile-step.")
@@ -210,7 +210,10 @@ def _experiment_problems(flags: SearchFlags, experiment: ExperimentConfig) -> It
 
 
 def _values_refused(flags: SearchFlags, space: Space) -> tuple[list[ConfigProblem], list[str]]:
-    """Return problems (keys without a legal value) and warnings (illegal values)."""
+    """Return (problems, warnings) about the values of ``--space``.
+
+    A path without a legal value is a problem. An illegal value beside legal ones is a warning.
+    """
     problems: list[ConfigProblem] = []
     warnings: list[str] = []
     for path, values in space.extra.items():
@@ -288,7 +291,7 @@ def _as_size(value: Any) -> Any:
 
 
 def with_batch_sizes(experiment: ExperimentConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the DeepSpeed config with numeric batch sizes, and warnings.
+    """Return (DeepSpeed config with numbers as batch sizes, warnings).
 
     A number in the config has priority, as in ``get_hf_args_with_overwrites``. For a Hugging Face Trainer, options in the
     entrypoint come next, then hyperparameters of the same name (also below ``training_arguments``), then the Trainer's
@@ -324,7 +327,7 @@ def with_batch_sizes(experiment: ExperimentConfig) -> tuple[dict[str, Any], tupl
 def _with_arguments(
     filler: AutoValues, experiment: ExperimentConfig, sizes: Mapping[str, Any], findings: Diagnostics
 ) -> tuple[AutoValues, tuple[str, ...]]:
-    """Return a copy of ``filler`` with the hyperparameters' batch sizes, and warnings.
+    """Return (copy of ``filler`` with batch sizes of the hyperparameters, warnings).
 
     Only those sizes are added that neither the DeepSpeed config nor the entrypoint gives. Each warning names a size for which
     the Trainer's default is used.

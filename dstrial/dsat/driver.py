@@ -1,6 +1,7 @@
 """Run the trials that a search method requests, or follow a search on a master.
 
-The search's journal (``SearchRecord``) gets each event before the search changes its state; replaying it restores the search.
+Each event is appended to the search's journal (``SearchRecord``) before the search changes its state. Replaying the journal
+restores the search.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ from dstrial.dsat.report import (
 from dstrial.errors import DstrialError, SearchError
 from dstrial.local.json_files import write_json_atomically
 
-_MIN_DEADLINE_S = 120.0  # a trial may have to start ranks and compile kernels in this time
-_DEADLINE_FACTOR = 5.0
-_REPORT_PERIOD_S = 2.0
+_MIN_DEADLINE_S = 120.0  # least time limit of a trial: it may have to start ranks and compile kernels
+_DEADLINE_FACTOR = 5.0  # time limit of a trial / longest known time of a trial
+_REPORT_PERIOD_S = 2.0  # between two published reports
 
 FLOPS_RULE = "FLOPS_are_a_rule"
-"""Metric that is 1 if ``FLOPS_per_gpu`` follows from a rule of thumb, because no FLOPs could be counted."""
+"""Metric that is 1 if ``FLOPS_per_gpu`` was estimated from the number of parameters, because no FLOPs could be counted."""
 
 _RULE_NOTE = (
     "no FLOPs could be counted, as with compiled or custom kernels: FLOPS_per_gpu assumes 6 for each parameter and record, "
     "and ranks configurations as throughput does all the same"
 )
 _FLOPS = "FLOPS_per_gpu"
-_RULE_PER_PARAMETER = 6
+_RULE_PER_PARAMETER = 6  # FLOPs per parameter and record, in forward and backward
 
 
 def recorded_inputs(record: SearchRecord) -> PredictInputs | None:
@@ -81,25 +82,25 @@ class Driver:
         self._make_backend = backend
         self._backend: Backend | RemoteSearch | None = None
         self._measurer: Backend | None = None  # the backend, unless the search is remote
-        self._is_replay = True
+        self._is_replay = True  # events come from the journal, so nothing is printed
         self._print_line = print_line
         self._show = show
         self._poll_s = poll_s
         self._flops_per_record = None if inputs is None else inputs.flops_per_record
         self._notes: list[str] = []
         self.trials: dict[int, TrialResult] = {}
-        self._open: dict[int, Measure] = {}
-        self._handles: dict[int, dict[str, Any]] = {}  # of submitted trials, by id
+        self._open: dict[int, Measure] = {}  # trials without an outcome, by id
+        self._handles: dict[int, dict[str, Any]] = {}  # by which the backend finds submitted trials, by id
         self._signals: list[signal.Signals] = []
         self._has_news = False  # since the last published report
         self._next_report_s = 0.0
         self._end: Finish | None = None
         self._spent_budget_s: float | None = None  # the budget, if it ended the search
         self._is_recorded = False  # whether the journal has the end of the search
-        self._described_s = 0.0
+        self._described_s = 0.0  # seconds that dry runs took
 
     def run(self, signals: list[signal.Signals]) -> SearchStatus:
-        """Continue the search from the end of its journal; return how the search ended.
+        """Continue the search from the end of its journal; return how it ended.
 
         The search stops when the caller's signal handlers append to ``signals``.
 
@@ -137,7 +138,7 @@ class Driver:
         return SearchStatus(end.reason, True, end.is_failure)
 
     def _end_trials(self, end: Finish) -> None:
-        """End remaining trials, let the backend store the result files, record the end."""
+        """End remaining trials, let the backend store the results, and record the end."""
         if self._backend is None:
             try:
                 self._backend = self._make_backend()
@@ -322,7 +323,7 @@ class Driver:
         return max(_DEADLINE_FACTOR * max(expected_s), _MIN_DEADLINE_S)
 
     def _write_files(self) -> None:
-        """Write all trials and the best configuration; print a line if the disk is full."""
+        """Write files with all trials and the best one; print a line if the disk is full."""
         trials, settings = list(self.trials.values()), self._settings
         best = best_of(trials, settings.flags.metric)
         config, metrics, experiment = (self._record.path / name for name in BEST_NAMES)
@@ -335,6 +336,7 @@ class Driver:
                 write_config(experiment, full_config(settings, best.candidate))
 
     def _read_files(self) -> dict[str, str]:
+        """Return the result files of the search: name -> text."""
         paths = [self._record.path / name for name in (*BEST_NAMES, "trials.json", *REPORT_NAMES)]
         return {path.name: path.read_text() for path in paths if path.exists()}
 
@@ -387,7 +389,7 @@ def with_model_flops(
     flops_per_record: float | None = None,
     num_replicas: int = 1,
 ) -> Measured:
-    """Return a measurement whose ``FLOPS_per_gpu`` uses the FLOP count of the search.
+    """Return a measurement whose ``FLOPS_per_gpu`` is comparable within a search.
 
     All measurements of a search use the same FLOPs per record, so equal throughput gives equal ``FLOPS_per_gpu``. The FLOPs are
     counted in the first measurement, else in a dry run (``flops_per_record``, on one rank), else estimated from the number of
@@ -413,7 +415,9 @@ def with_model_flops(
 
 
 def mismatch_with_request(measured: Measured, candidate: Candidate) -> Failure | None:
-    """Return a failure if the trial used another batch or ZeRO stage than requested.
+    """Return a failure if a trial used another batch or ZeRO stage than requested.
+
+    Returns None if it used the requested ones.
 
     Trials with several engines are not checked: the request may apply to only one of the engines.
     """

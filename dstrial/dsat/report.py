@@ -1,4 +1,4 @@
-"""Build the report of a search as JSON values, and render it as Markdown."""
+"""The report of a search: as JSON values, as Markdown, and as lines on a terminal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dstrial.visible_text import size_text
 
 Document = Mapping[str, Any]
 
-FORMAT = 1
+FORMAT = 1  # version of the report's fields
 REPORT_NAMES = ("report.json", "report.md")
 """Names of the JSON and the Markdown report in the directory of a search."""
 UNITS = {
@@ -41,7 +41,7 @@ UNITS = {
     "backward": "µs",
 }
 
-# A live report is sent with every result, and other users may read it. So it is small and has no configs.
+# Fields of a live report. It is sent with every result, and other users may read it. So it is small and has no configs.
 _LIVE_FACTS = (
     *("format", "name", "method", "metric", "unit", "smaller_is_better", "reason", "is_finished"),
     *("is_failure", "num_slots", "num_trials", "notes", "best", "own", "gain", "is_gain_certain", "pareto"),
@@ -50,8 +50,11 @@ _LIVE_ROW = (
     *("trial_id", "description", "is_own", "state", "why", "seconds", "value", "throughput", "step_s"),
     *("memory_bytes", "predicted", "experiment"),
 )
-_MAX_LIVE_ROWS = 200
-_LONGEST_LIVE_TEXT = 500
+_MAX_LIVE_ROWS = (
+    200  # newest trials in a live report; the best, the own and the Pareto-optimal ones are added
+)
+_LONGEST_LIVE_TEXT = 500  # characters of a failure's message
+# Metric that describes the model or the device -> its name in the Markdown report.
 _MODEL = {
     "num_params": "parameters of the model",
     "activation_bytes_per_record": "activations of a record",
@@ -77,17 +80,18 @@ _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchFacts:
-    """Facts about a search, besides its trials, that a report shows."""
+    """What a report shows of a search besides its trials."""
 
     name: str
     method: str
     metric: str
     reason: str  # why the search ended, or the signal that interrupted it
     is_finished: bool
-    num_slots: int
-    forecasts: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)  # of trials
-    notes: tuple[str, ...] = ()
-    is_failure: bool = False
+    num_slots: int  # number of ranks of each trial
+    # Trial id -> what was predicted before the trial ran.
+    forecasts: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # lines for the user
+    is_failure: bool = False  # nothing could be measured
 
 
 def write_report(
@@ -153,7 +157,7 @@ def live_document(document: Document) -> dict[str, Any]:
 
 
 def pareto(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return ids of the trials that no trial beats in both throughput and memory.
+    """Return the ids of trials that no other trial beats in both throughput and memory.
 
     ``rows`` are the report's trials. The ids are sorted by ascending memory.
     """
@@ -168,7 +172,7 @@ def pareto(rows: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def memory_bytes(measured: Measured) -> float | None:
-    """Return peak bytes of the allocator, else of tensors, else of the rank's process.
+    """Return the peak bytes of the allocator, else of tensors, else of a rank's process.
 
     None if none of these was measured.
     """
@@ -206,7 +210,7 @@ def _row(trial: TrialResult, metric: str, forecast: Mapping[str, Any] | None) ->
 
 
 def _is_certain(best: TrialResult | None, own: TrialResult | None, metric: str) -> bool:
-    """Return whether ``best``'s gain exceeds the sum of both confidence half-widths."""
+    """Return whether the gain of ``best`` exceeds the sum of both confidence half-widths."""
     gain = gain_over(best, own, metric)
     outcomes = [trial.outcome for trial in (best, own) if trial is not None]
     widths = [one.value("half_width") or 0.0 for one in outcomes if isinstance(one, Measured)]
@@ -216,10 +220,10 @@ def _is_certain(best: TrialResult | None, own: TrialResult | None, metric: str) 
 def _sensitivity(
     trials: Sequence[TrialResult], best: TrialResult, space: Space, metric: str
 ) -> list[dict[str, Any]]:
-    """Return how much each value of each setting costs; largest effect first.
+    """Return a row per setting that says how much each of its values costs.
 
-    ``loss`` is how much worse, relative to ``best``, the best trial with the value is. DeepSpeed's defaults are filled in.
-    Effects of settings that were changed together are not separated.
+    The loss of a value is how much worse, relative to ``best``, the best trial with this value is. Effects of settings that were
+    changed together are not separated. Rows are sorted by the largest loss of a setting.
     """
     top = best.score(metric)
     assert top is not None
@@ -290,6 +294,7 @@ def markdown(document: Document) -> Iterator[str]:
 
 
 def headline(document: Document) -> str:
+    """Return the first sentence of the report: the best metric, and its gain."""
     best, own = _trial(document, document["best"]), _trial(document, document["own"])
     if best is None:
         return "Nothing could be measured."
@@ -376,7 +381,7 @@ def _cell(text: str) -> str:
 def summary(
     record: SearchRecord, trials: Sequence[TrialResult], metric: str, *, reason: str, is_finished: bool
 ) -> str:
-    """Return the final text: trials, best configuration, its gain, paths of files."""
+    """Return the text that ends a search: trials, the best one, its gain, paths of files."""
     trials = with_means(trials)
     best = best_of(trials, metric)
     state = "finished" if is_finished else "not finished"
@@ -402,6 +407,7 @@ def summary(
 
 
 def ended_line(trial: TrialResult, metric: str) -> str:
+    """Return the line that tells the outcome of a trial."""
     if isinstance(trial.outcome, Failure):
         return f"trial {trial.trial_id} failed ({trial.outcome.kind.value}): {trial.outcome.message}"
     value = None if trial.outcome is None else trial.outcome.value(metric)
@@ -454,7 +460,7 @@ def _over_own(trials: Sequence[TrialResult], best: TrialResult, metric: str) -> 
 
 
 def _amount(value: float) -> str:
-    """Return a number with four digits, and an SI prefix if large: ``1.234 G``."""
+    """Return a number with four digits, and with an SI prefix if large: ``1.234 G``."""
     for size, prefix in _PREFIXES:
         if abs(value) >= size:
             return f"{value / (1e3 if prefix == 'k' else size):.4g} {prefix}"
@@ -462,7 +468,7 @@ def _amount(value: float) -> str:
 
 
 def _seconds(value: float) -> str:
-    """Return a time in s, ms or µs, with three digits."""
+    """Return seconds as a text in s, ms or µs, with three digits."""
     if value >= 1:
         return f"{value:.3g} s"
     return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} µs"

@@ -1,4 +1,4 @@
-"""Experiment configs and command lines of a search's trials and the full training."""
+"""Experiment configs and command lines of a search's trials and of the full training."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _SEARCH_MODULE = "dstrial.dsat.search_trial"
 _LAUNCHER = "dstrial.launch"
 _LAUNCH_MODULES = (_LAUNCHER, "determined.launch.deepspeed", "determined.launch.torch_distributed")
 _AROUND_FIT = "dstrial.dsat.rank.context:around_fit"
-_MAX_STEPS = 1000  # of a script
-_MAX_BATCHES = 1_000_000  # of a trial class, whose loop ends when enough steps are measured
-_BENCHMARKED_TRIALS = 2  # the second trial measures the machine, too, because the first may fail
+_MAX_STEPS = 1000  # least length of the training of a script, in batches
+_MAX_BATCHES = 1_000_000  # length of the training of a trial class; it ends when enough steps are measured
+_BENCHMARKED_TRIALS = 2  # first trials that measure the machine's speed; two, because the first may fail
+# Keys of an experiment config that matter only to a full training.
 _TRAINING_KEYS = (
     "min_validation_period",
     "min_checkpoint_period",
@@ -38,16 +39,16 @@ _TRAINING_KEYS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialSpec:
-    """The experiment config, hyperparameters and label of a trial to start."""
+    """What a backend needs to start a trial: config, hyperparameters and label."""
 
     trial_id: int
     config: dict[str, Any]
-    hparams: dict[str, Any]  # as a trial reads them
+    hparams: dict[str, Any]  # plain values, without ``type: const``
     label: str  # unique per trial and search, to find the trial again
 
 
 def measuring_spec(settings: SearchConfig, candidate: Candidate, trial_id: int, search_id: str) -> TrialSpec:
-    """Return a ``single`` experiment without restarts, which measures ``candidate``."""
+    """Return the trial that measures ``candidate``: a ``single`` experiment, no restarts."""
     flags = settings.flags
     num_batches = _MAX_BATCHES if settings.trial else max(flags.end_profile_step + 1, _MAX_STEPS)
     measuring: dict[str, Any] = {
@@ -78,7 +79,7 @@ def measuring_spec(settings: SearchConfig, candidate: Candidate, trial_id: int, 
 
 
 def search_config(settings: SearchConfig, search_id: str) -> TrialSpec:
-    """Return the ``single`` experiment whose trial runs the whole search.
+    """Return the trial that runs a whole search: a ``single`` experiment.
 
     The experiment has the user's ``max_restarts``, which limits restarts of this trial, not those of the ranks that the search
     starts within the trial.
@@ -92,12 +93,12 @@ def search_config(settings: SearchConfig, search_id: str) -> TrialSpec:
 
 
 def measured_config(settings: SearchConfig) -> dict[str, Any]:
-    """Return the experiment config without keys that matter only to a full training."""
+    """Return the user's experiment config without keys of a full training."""
     return {key: value for key, value in copy.deepcopy(settings.written).items() if key not in _TRAINING_KEYS}
 
 
 def full_config(settings: SearchConfig, candidate: Candidate) -> dict[str, Any]:
-    """Return the user's experiment config with the candidate's settings, for training."""
+    """Return the user's experiment config with the settings of ``candidate``, to train."""
     config = copy.deepcopy(settings.written)
     config["hyperparameters"] = _hyperparameters(settings, candidate)
     return _with_stages(config, settings, candidate)
@@ -131,7 +132,10 @@ def _with_stages(config: dict[str, Any], settings: SearchConfig, candidate: Cand
 
 
 def training_command(settings: SearchConfig, config_path: str, python: str) -> list[str]:
-    """Return the command that trains or measures an experiment on this machine."""
+    """Return the command that trains or measures an experiment on this machine.
+
+    ``config_path`` is the experiment config; ``python`` is the interpreter.
+    """
     launch = [python, "-m", _LAUNCHER, "--slots", str(settings.num_slots)]
     launch += ["--config", config_path, "--context-dir", "."]
     if settings.trial is not None:

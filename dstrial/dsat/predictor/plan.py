@@ -91,10 +91,7 @@ def make_plan(
 
     def rows_of(structures: Sequence[Structure]) -> list[PlanRow]:
         rows = [_row(predictor, one, num_slots, peak_flops_per_s) for one in structures]
-        found = [row for row in rows if row is not None]
-        return sorted(
-            found, key=lambda row: (not row.fits, -row.throughput if row.fits else -row.margin_bytes)
-        )
+        return sorted((row for row in rows if row is not None), key=_order)
 
     rows = rows_of(groups.bases())
     best = [structure_of(row.candidate) for row in rows[:_NUM_BEST] if row.fits]
@@ -104,9 +101,11 @@ def make_plan(
     for row in rows_of([*best, *near]):
         faster.setdefault(round(row.throughput, 6), row)
     chosen = {row.description: row for row in (*list(faster.values())[:_NUM_BEST], *rows)}
-    return sorted(
-        chosen.values(), key=lambda row: (not row.fits, -row.throughput if row.fits else -row.margin_bytes)
-    )
+    return sorted(chosen.values(), key=_order)
+
+
+def _order(row: PlanRow) -> tuple[bool, float]:
+    return not row.fits, -row.throughput if row.fits else -row.margin_bytes
 
 
 def _row(

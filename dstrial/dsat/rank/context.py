@@ -1,4 +1,4 @@
-"""Measure the training loop of a script, and report the result to the search."""
+"""Measure the training loop of a trial, and report the result to the search."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from dstrial.local.script_variables import RESULT_VARIABLE, SETTINGS_KEY, measur
 from dstrial.ranks import process_group
 from dstrial.visible_text import cut_text
 
-_TIMER_ATTRIBUTE = "_dstrial_step_timer"
+_TIMER_ATTRIBUTE = "_dstrial_step_timer"  # of the core context: the timer that all blocks of a trial share
 
 
 @contextlib.contextmanager
 def dsat_reporting_context(core_context: Any, op: Any, steps_completed: int | None = None) -> Iterator[None]:
-    """Measure the engine steps in the block if a dsat search runs this trial.
+    """Measure the engine's steps in the block if a dsat search runs this trial.
 
     Otherwise the block just runs. When enough steps are measured, the metrics are reported as validation metrics, ``op`` is
-    completed, and ``engine.step()`` raises ``SystemExit`` with status 0. If the loop ends earlier, its steps are reported, and
-    the block raises ``SystemExit``, because the code after it belongs to a full training.
+    completed, and ``engine.step()`` raises ``SystemExit`` with status 0. If the loop ends earlier, the steps so far are
+    reported, and the end of the block raises ``SystemExit``, because the code after it belongs to a full training.
 
-    The block may contain the whole loop, or one step or micro batch, as in Determined's example of the Core API. Such short
-    blocks are measured together; a loop of short blocks must make enough steps.
+    The block may contain the whole loop, or one step or micro batch, as in Determined's example of the Core API. In the second
+    case all blocks are measured together, and the loop must make enough steps.
 
     Args:
         core_context: the core context of ``determined.core.init``.
@@ -67,7 +67,7 @@ def dsat_reporting_context(core_context: Any, op: Any, steps_completed: int | No
 
 
 def around_fit(core_context: Any) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that measures a trial's ``fit`` in its block.
+    """Return a context manager that measures the steps of ``Trainer.fit`` in its block.
 
     Ranks: all, collectively.
     """
@@ -83,13 +83,14 @@ def hyperparameters_of_trial() -> Mapping[str, Any]:
 
 
 def limits_from(hparams: Mapping[str, Any]) -> SamplingLimits:
+    """Return the limits of a measurement that a trial's hyperparameters give."""
     given = hparams.get(SETTINGS_KEY)
     names = {field.name for field in dataclasses.fields(SamplingLimits)}
     return SamplingLimits(**{name: value for name, value in dict(given or {}).items() if name in names})
 
 
 def report(measured: Measured, core_context: Any, steps_completed: int) -> None:
-    """Report metrics to the core context, and to the result file of a local search.
+    """Report a measurement to the core context, and to the result file of a local search.
 
     Ranks: any; only rank 0 reports.
     """
@@ -104,7 +105,7 @@ def report(measured: Measured, core_context: Any, steps_completed: int) -> None:
 
 @contextlib.contextmanager
 def failures_reported(timer: StepTimer) -> Iterator[None]:
-    """Print an exception of the block as a failure line for the search; re-raise it."""
+    """Print an exception of the block as a line that the search parses; re-raise it."""
     try:
         yield
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Benchmark the machine with all ranks busy, to predict step times."""
+"""Measure the speed of the machine with all ranks busy, to predict step times."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from dstrial.dsat.core.outcome import Measured
 from dstrial.dsat.predictor.hardware import METRIC_PREFIX
 from dstrial.local.script_variables import BENCHMARK_KEY
 
-_SIZES = (256, 512, 1024, 2048, 4096, 8192)
-_LONG_ENOUGH_S = 0.02  # larger products are not faster
-_NUM_OPERATIONS = 300
+_SIZES = (256, 512, 1024, 2048, 4096, 8192)  # rows of the square matrices that are multiplied
+_LONG_ENOUGH_S = (
+    0.02  # no larger matrices after a product that takes so long, because they reach no higher rate
+)
+_NUM_OPERATIONS = 300  # operations on a tiny tensor, of which the mean time is taken
 _COPIED_BYTES = {"cpu": 2**24, "device": 2**28}
 _SENT_BYTES = {"cpu": 2**22, "device": 2**27}
-_FEW_BYTES = 4096
-_REPEATS = 5
+_FEW_BYTES = 4096  # size of the collectives that measure latency
+_REPEATS = 5  # a time is the median of so many
 
 
 def with_machine(measured: Measured, settings: Mapping[str, Any] | None, dtype: torch.dtype) -> Measured:
-    """Add FLOP/s, copy and collective speeds to a measurement if ``settings`` ask.
+    """Return a measurement, with the machine's speed added if ``settings`` ask for it.
 
     Ranks: all, collectively.
     """
@@ -45,7 +47,7 @@ def measure_machine(dtype: torch.dtype) -> dict[str, float]:
     device = torch.device(accelerator.current_device_name())
 
     def timed(call: Callable[[], object], times: int = 1) -> float:
-        """Return the seconds of a call: the median of several means over ``times`` calls."""
+        """Return the seconds of one call: the median of 5 means over ``times`` calls."""
         found = []
         for _ in range(_REPEATS):
             if not is_cpu:

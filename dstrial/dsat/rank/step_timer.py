@@ -1,8 +1,8 @@
 """Time whole steps of a running training, and count its FLOPs and memory.
 
-The first step counts FLOPs and saved activations. Then windows of steps are timed until the median is precise enough; the
-device is synchronised only at the edges of a window. Three last steps time forward, backward and optimizer step separately.
-Rank 0 decides when each part ends.
+In the first step, FLOPs and saved activations are counted. Then windows (several consecutive steps) are timed until the median
+is precise enough; the device is synchronised only at the edges of a window. In three last steps, forward, backward and optimizer
+step are timed separately. Rank 0 decides when each part ends.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from dstrial.engine.adapters.batch_sizes import dims_of
 from dstrial.engine.deepspeed_internals.optimizers import full_numel, swaps_to_nvme
 from dstrial.engine.model_flops import FlopCounter, is_compiled
 
-_NUM_PHASE_STEPS = 3
-_MAX_SKIPPED_SHARE = 0.5
+_NUM_PHASE_STEPS = 3  # last steps, of which the phases are timed separately
+_MAX_SKIPPED_SHARE = 0.5  # of a window's steps; if more are skipped for overflow, the measurement fails
 
 
 class Mode(enum.IntEnum):
+    """Parts of a measurement: count FLOPs, time windows, time phases, end."""
+
     PROFILE = 0
     WINDOW = 1
     PHASES = 2
@@ -40,7 +42,7 @@ class Mode(enum.IntEnum):
 
 
 class MeasurementDone(SystemExit):
-    """Exits the process with status 0 after enough steps are measured."""
+    """Exits the process with status 0 when enough steps are measured."""
 
 
 class NumericError(ArithmeticError):
@@ -73,7 +75,7 @@ def engine_features(engines: list[Any]) -> dict[str, float]:
 
 
 class FirstMicroBatch:
-    """Counts FLOPs and saved activations in the first micro batch of each engine."""
+    """FLOPs and bytes of saved activations in the first micro batch of each engine."""
 
     def __init__(self) -> None:
         self.flops = 0.0
@@ -83,9 +85,9 @@ class FirstMicroBatch:
         self._seen: set[tuple[str, int]] = set()
 
     def run(self, phase: str, engine: Any, call: Callable[[], Any], *, is_outermost: bool) -> Any:
-        """Return ``call()``; count the FLOPs of an engine's first call in each phase.
+        """Return ``call()``; count its FLOPs if it is an engine's first call of a phase.
 
-        ``is_outermost`` is false for calls inside another call, such as those of a pipeline's ``train_batch``.
+        ``is_outermost`` is false for a call inside another phase, as in a pipeline's ``train_batch``.
         """
         key = phase, id(engine)
         if key in self._seen:
@@ -118,9 +120,9 @@ class FirstMicroBatch:
 
 
 class StepTimer:
-    """Observes the engines of a rank while they train, and measures their steps.
+    """Measures the steps of a rank's engines while they train.
 
-    With ``ends_process``, for loops in users' scripts, the last measured step raises ``MeasurementDone``.
+    With ``ends_process``, the last measured step raises ``MeasurementDone``, which ends a user's script.
     """
 
     def __init__(self, limits: SamplingLimits, *, ends_process: bool = False) -> None:
@@ -177,7 +179,7 @@ class StepTimer:
         return result
 
     def stepped(self, engine: Any) -> None:
-        """Count a step; at the end of a window, begin the next window, chosen by rank 0.
+        """Count a step; at the end of a window, begin the next one, which rank 0 chooses.
 
         Ranks: all, collectively.
         """
@@ -252,10 +254,11 @@ class StepTimer:
         return str(self._accelerator.device_name()) == "cpu"
 
     def allocated_bytes(self) -> int | None:
-        """Return the device's allocated bytes; None on the CPU."""
+        """Return the bytes that torch has allocated on the device; None on the CPU."""
         return None if self._is_cpu else int(self._accelerator.memory_allocated())
 
     def _synchronize(self) -> float:
+        """Wait for the device; return the time of ``time.perf_counter``."""
         if not self._is_cpu:
             self._accelerator.synchronize()
         return time.perf_counter()
