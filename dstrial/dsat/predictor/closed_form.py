@@ -9,6 +9,7 @@ Source: Rajbhandari et al. 2020 (ZeRO), section 3, and DeepSpeed 0.19 ``runtime/
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from dstrial.dsat.predictor.features import ZeroFeatures
 from dstrial.engine.dryrun.values import (
@@ -66,52 +67,77 @@ def zero_run(
     )
 
 
+class _RankSizes(NamedTuple):
+    """What one rank has of the model, and the sizes that limit what it gathers and copies."""
+
+    owned: float  # parameters whose optimizer state the rank has
+    here: float  # those of them whose optimizer state is on the device
+    largest: float  # bytes of the largest tensor
+    copied: float  # bytes of the largest gradient if it is too large for a bucket
+    held: float  # bytes of the parameters that stage 3 keeps gathered
+
+
+def _rank_sizes(trace: ModelTrace, zero: ZeroFeatures) -> _RankSizes:
+    width = zero.bytes_per_value
+    owned = trace.owned_parameters(zero.replicas) if zero.stage else float(trace.trainable_parameters)
+    largest = width * trace.largest_tensor
+    held = 0.0
+    if zero.stage == 3:
+        live = min(zero.live_elements, zero.reuse_elements) + zero.prefetch_elements + trace.largest_tensor
+        held = min(float(trace.state_bytes["parameters"]), width * live)
+    copied = largest if trace.largest_tensor > zero.reduce_elements else 0
+    return _RankSizes(owned, owned * (1 - zero.host_share), largest, copied, held)
+
+
+def _temporary_bytes(
+    trace: ModelTrace, zero: ZeroFeatures, sizes: _RankSizes, gradients: float, *, is_accumulating: bool
+) -> tuple[float, float, float]:
+    """Return the bytes that a step needs beside those that live between steps.
+
+    They are (gradients in the next forward pass of a step, bytes at the end of a backward pass, bytes in the optimizer step).
+    """
+    width, is_half, here = zero.bytes_per_value, zero.bytes_per_value == 2, sizes.here
+    buckets, copied = zero.bucket_bytes, sizes.copied
+    if zero.stage == 0:
+        reducing = gradients + min(gradients, width * _FLAT_ELEMENTS)
+        return gradients, reducing, gradients + (8 * trace.trainable_parameters if is_half else 0)
+    if zero.stage == 3:
+        stepping = min(zero.group_elements, here) * (_MASTER_BYTES + (width if is_half else 0))
+        return 0.0, sizes.held + 2 * sizes.largest, stepping
+    stepping = here * (2 * width + (_MASTER_BYTES if is_half else 0)) + copied
+    offloaded = 8 * min(sizes.owned, trace.largest_tensor) if zero.host_share else 0
+    if zero.stage == 1:
+        reducing = gradients + buckets + (offloaded if zero.host_share else copied)
+        return gradients + buckets, reducing, stepping
+    # If a rank owns a part of a tensor's gradient, it keeps the whole gradient.
+    carried = max(width * sizes.owned, sizes.largest) if here else 0.0
+    reducing = buckets + carried + copied + (sizes.largest if is_accumulating else 0) + offloaded
+    return carried, reducing, stepping
+
+
 def _memory(
     trace: ModelTrace, zero: ZeroFeatures, gradients: float, *, is_accumulating: bool
 ) -> tuple[MemoryForm, float, dict[str, int]]:
     """Return (memory peaks on device, bytes on host, part of model -> device bytes)."""
-    stage, width, trained = zero.stage, zero.bytes_per_value, trace.trainable_parameters
-    is_half = width == 2
-    owned = trace.owned_parameters(zero.replicas) if stage else float(trained)
-    here = owned * (1 - zero.host_share)  # parameters whose optimizer state is on the device
-    masters = _MASTER_BYTES if is_half or stage else 0
-    state = masters + _moment_bytes(trace, is_half=is_half)
-    largest = width * trace.largest_tensor
-    copied = largest if trace.largest_tensor > zero.reduce_elements else 0  # not reduced in a bucket
-    buckets = zero.bucket_bytes
+    stage, width, sizes = zero.stage, zero.bytes_per_value, _rank_sizes(trace, zero)
+    here, buckets = sizes.here, zero.bucket_bytes
+    state = (_MASTER_BYTES if width == 2 or stage else 0) + _moment_bytes(trace, is_half=width == 2)
     whole = float(trace.state_bytes["parameters"])
     # AutoEP's experts are divided among the ranks that have the same ones, as their optimizer state is.
-    experts = width * (trace.owned_parameters(1) - trained)
+    experts = width * (trace.owned_parameters(1) - trace.trainable_parameters)
     weights = (whole + experts) / zero.replicas if stage == 3 else whole
-    on_host = (owned - here) * (state + _MASTER_BYTES + width) + (weights if zero.has_host_params else 0)
-    weights = 0.0 if zero.has_host_params else weights
-    held = 0.0
-    if stage == 3:
-        live = min(zero.live_elements, zero.reuse_elements) + zero.prefetch_elements + trace.largest_tensor
-        held = min(whole, width * live)
+    on_host = (sizes.owned - here) * (state + _MASTER_BYTES + width)
+    if zero.has_host_params:
+        on_host, weights = on_host + weights, 0.0
     settled = weights + trace.state_bytes["buffers"] + state * here
-    # ``carried``: gradients in the next forward pass of a step. ``reducing``: what the end of a backward pass adds.
-    carried = reducing = 0.0
-    if stage == 0:
-        carried, reducing = gradients, gradients + min(gradients, width * _FLAT_ELEMENTS)
-        stepping = gradients + (8 * trained if is_half else 0)
-    elif stage == 1:
-        carried, reducing = gradients + buckets, gradients + buckets + copied
-    elif stage == 2:
-        # If a rank owns a part of a tensor's gradient, it keeps the whole gradient.
-        carried = max(width * owned, largest) if here else 0.0
-        reducing = buckets + carried + copied + (largest if is_accumulating else 0)
-    else:
+    if stage == 3:
         settled += width * here + buckets
-        reducing = held + 2 * largest
-    if stage in (1, 2):
-        stepping = here * (2 * width + (_MASTER_BYTES if is_half else 0)) + copied
-    elif stage == 3:
-        stepping = min(zero.group_elements, here) * (_MASTER_BYTES + (width if is_half else 0))
-    if zero.host_share and stage < 3:
-        settled += largest
-        reducing += 8 * min(owned, trace.largest_tensor) - (copied if stage == 1 else 0)
-    start = settled + held + (carried if is_accumulating else 0)
+    elif stage and zero.host_share:
+        settled += sizes.largest
+    carried, reducing, stepping = _temporary_bytes(
+        trace, zero, sizes, gradients, is_accumulating=is_accumulating
+    )
+    start = settled + sizes.held + (carried if is_accumulating else 0)
     beside = buckets if stage == 2 or (stage == 1 and not is_accumulating) else 0
     phases = [
         _phase("forward", start, trace.memory),
@@ -131,7 +157,7 @@ def _memory(
         "parameters": weights,
         "gradients": gradients if stage < 2 else width * here if stage == 3 else carried,
         "optimizer": state * here,
-        "buffers": trace.state_bytes["buffers"] + buckets + held,
+        "buffers": trace.state_bytes["buffers"] + buckets + sizes.held,
     }
     form = MemoryForm(tuple(each for each in phases if each.lines), settled)
     return form, on_host, {name: int(value) for name, value in parts.items()}

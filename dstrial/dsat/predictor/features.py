@@ -213,22 +213,14 @@ def step_parts(
     ``setup`` are the ZeRO settings of the configuration; ``run`` is a dry run of a similar configuration, with the ZeRO settings
     ``ran``. ``accumulation`` is the number of micro batches per optimizer step.
     """
-    model, all_flops = (max(line.at(micro_batch_size), 0.0) for line in (run.flops.model, run.flops.hardware))
-    # Each rank computes its share of a record.
-    rate = machine.flops_per_s * (setup.layer_ranks * setup.sequence_ranks)
-    forward_s = accumulation * model / 3 / rate
-    backward_s = accumulation * max(all_flops - model / 3, 0.0) / rate
-    tokens = 0.0 if run.tokens is None else run.tokens.per_record
-    filling = min(_FILLING_TOKENS / tokens, 1.0) if tokens > 1 else _FILLING_SHARE
-    filling *= accumulation * max(run.flops.hardware.per_record, 0.0) / rate
+    forward_s, backward_s, filling = _compute_s(run, machine, setup, micro_batch_size, accumulation)
     overheads = _overheads(run, machine, accumulation, (forward_s, backward_s, 0.0))
     exchange = _exchange_s(run, machine, setup, micro_batch_size * accumulation, accumulation)
 
     reduced, gathered, stepped = _calls(run, machine, setup, ran, accumulation)
-    buckets = max(math.ceil(run.parameters / max(setup.reduce_elements, 1.0)), 1)
     # Stages 0 and 1 send gradients only during the backward pass of the last micro batch.
     often, beside_s = (accumulation, backward_s) if setup.stage >= 2 else (1, backward_s / accumulation)
-    able = 1 - 1 / buckets if setup.is_overlapping else 0.0
+    able = 1 - 1 / _num_buckets(run, setup.reduce_elements) if setup.is_overlapping else 0.0
     reduce = _exposed(*reduced, hides=machine.hides, able=able, beside_s=beside_s)
     first, second = _gathers(run, machine, setup, gathered, accumulation, (forward_s, backward_s))
 
@@ -267,6 +259,25 @@ def step_parts(
         ),
     )
     return StepParts(phases)
+
+
+def _compute_s(
+    run: DryRunResult, machine: Machine, setup: ZeroFeatures, micro_batch_size: int, accumulation: int
+) -> tuple[float, float, float]:
+    """Return (seconds of forward, seconds of backward, seconds of an unfilled device).
+
+    The first two are those of all matrix products of a step; the third is what small products lose beside them.
+    """
+    model, all_flops = (max(line.at(micro_batch_size), 0.0) for line in (run.flops.model, run.flops.hardware))
+    # Each rank computes its share of a record.
+    rate = machine.flops_per_s * (setup.layer_ranks * setup.sequence_ranks)
+    tokens = 0.0 if run.tokens is None else run.tokens.per_record
+    filling = min(_FILLING_TOKENS / tokens, 1.0) if tokens > 1 else _FILLING_SHARE
+    return (
+        accumulation * model / 3 / rate,
+        accumulation * max(all_flops - model / 3, 0.0) / rate,
+        filling * (accumulation * max(run.flops.hardware.per_record, 0.0) / rate),
+    )
 
 
 def _optimizer_s(run: DryRunResult, machine: Machine, setup: ZeroFeatures) -> tuple[float, float, float]:
@@ -376,13 +387,14 @@ def _calls(
             continue
         kind, where, ratio = each.kind, "step", 1.0
         if each.phase == "reduce":
-            where, ratio = "reduce", _bucket_ratio(run, setup.reduce_elements, ran.reduce_elements)
+            where = "reduce"
+            ratio = _num_buckets(run, setup.reduce_elements) / _num_buckets(run, ran.reduce_elements)
             if not setup.has_reduce_scatter and ran.has_reduce_scatter:
                 kind = "all_reduce"
         elif each.phase == "gather" and setup.stage == 3:
             where = "gather"
         elif each.phase == "gather" and setup.stage in (1, 2):
-            ratio = _bucket_ratio(run, setup.gather_elements, ran.gather_elements)
+            ratio = _num_buckets(run, setup.gather_elements) / _num_buckets(run, ran.gather_elements)
         num_bytes = each.num_bytes / setup.layer_ranks
         moved, called = machine.link(kind).seconds(max(round(each.num_calls * ratio), 1), num_bytes)
         sums[where][0] += moved
@@ -411,10 +423,9 @@ def _exchange_s(
     return machine.link(kind).seconds(calls * ASSUMED_LAYERS * accumulation, num_bytes)
 
 
-def _bucket_ratio(run: DryRunResult, new: float, old: float) -> float:
-    """Return (buckets of ``new`` elements) / (buckets of ``old`` elements) for all parameters."""
-    new_count, old_count = (max(math.ceil(run.parameters / max(size, 1.0)), 1) for size in (new, old))
-    return new_count / old_count
+def _num_buckets(run: DryRunResult, elements: float) -> int:
+    """Return the number of buckets of this size for all parameters of the model."""
+    return max(math.ceil(run.parameters / max(elements, 1.0)), 1)
 
 
 # ---- memory ----------------------------------------------------------------------------------
