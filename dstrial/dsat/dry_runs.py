@@ -24,7 +24,7 @@ from dstrial.engine.dryrun.process import DryRunError, dry_runs
 from dstrial.engine.dryrun.values import DryRunRequest, ModelTrace
 from dstrial.local.script_variables import MEASURING_KEYS
 
-_DEADLINE_S = 900.0  # of all dry runs together
+DRY_RUNS_DEADLINE_S = 900.0  # of all dry runs together
 _MAX_PARALLEL = 4  # dry runs at the same time
 _PIPELINE_NOTE = "pipelines have no predicted times; `dstrial memory` tells what each stage takes"
 _GROUPS_NOTE = "dry runs have no tensor- or sequence-parallel groups: set their sizes to 1 in the config; --space tries others"
@@ -64,7 +64,7 @@ def gather_inputs(
     settings: SearchConfig,
     *,
     target: Target,
-    deadline_s: float = _DEADLINE_S,
+    deadline_s: float = DRY_RUNS_DEADLINE_S,
     print_line: Callable[[str], None] = lambda _line: None,
 ) -> PredictInputs:
     """Dry-run the model of a search; return the inputs of method ``predict``."""
@@ -77,7 +77,7 @@ def trace_graphs(
     settings: SearchConfig,
     groups: ConfigGroups,
     *,
-    deadline_s: float = _DEADLINE_S,
+    deadline_s: float = DRY_RUNS_DEADLINE_S,
     print_line: Callable[[str], None] = lambda _line: None,
 ) -> GraphTraces:
     """Dry-run each compute graph on fake tensors; if all fail, on real tensors.
@@ -117,7 +117,11 @@ def trace_graphs(
 
 
 def trace_space(
-    groups: ConfigGroups, request_of: RequestOf, *, deadline_s: float = _DEADLINE_S, is_real: bool = False
+    groups: ConfigGroups,
+    request_of: RequestOf,
+    *,
+    deadline_s: float = DRY_RUNS_DEADLINE_S,
+    is_real: bool = False,
 ) -> GraphTraces:
     """Dry-run one structure per compute graph, on real tensors if ``is_real``.
 

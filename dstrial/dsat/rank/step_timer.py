@@ -18,15 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed
-from deepspeed import PipelineEngine
 from deepspeed.accelerator import get_accelerator
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dstrial.dsat.core.outcome import Measured
 from dstrial.dsat.rank.statistics import Sampling, SamplingLimits
 from dstrial.engine.adapters.batch_sizes import dims_of
-from dstrial.engine.deepspeed_internals.optimizers import full_numel, swaps_to_nvme
-from dstrial.engine.model_flops import FlopCounter, is_compiled
+from dstrial.engine.deepspeed_internals.optimizers import full_numel
+from dstrial.engine.model_flops import FlopCounter
 
 _NUM_PHASE_STEPS = 3  # last steps, of which the phases are timed separately
 _MAX_SKIPPED_SHARE = 0.5  # of a window's steps; if more are skipped for overflow, the measurement fails
@@ -49,31 +47,6 @@ class NumericError(ArithmeticError):
     """The loss is not finite, or most steps are skipped for overflow."""
 
 
-class _OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.num_operations = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num_operations += 1
-        return func(*args, **(kwargs or {}))
-
-
-def engine_features(engines: list[Any]) -> dict[str, float]:
-    """Return counts of modules, compiled modules, pipeline stages and uses of NVMe."""
-    modules = [module for engine in engines for module in engine.module.modules()]
-    return {
-        "probe_modules": float(len(modules)),
-        "probe_compiled": float(sum(map(is_compiled, modules))),
-        "probe_pipeline_stages": float(
-            sum(engine.num_stages if isinstance(engine, PipelineEngine) else 1 for engine in engines)
-        ),
-        "probe_nvme": float(sum(swaps_to_nvme(getattr(engine, "optimizer", None)) for engine in engines)),
-    }
-
-
 class FirstMicroBatch:
     """FLOPs and bytes of saved activations in the first micro batch of each engine."""
 
@@ -81,7 +54,6 @@ class FirstMicroBatch:
         self.flops = 0.0
         self.flops_recomputed = 0.0
         self.activation_bytes = 0.0
-        self.num_operations = 0.0
         self._seen: set[tuple[str, int]] = set()
 
     def run(self, phase: str, engine: Any, call: Callable[[], Any], *, is_outermost: bool) -> Any:
@@ -106,8 +78,7 @@ class FirstMicroBatch:
         hooks: Any = contextlib.nullcontext()
         if phase == "forward":
             hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
-        operations = _OperationCount()
-        with operations, hooks, FlopCounter() as counter:
+        with hooks, FlopCounter() as counter:
             result = call()
         if phase == "forward":
             self.activation_bytes += sum(saved_bytes.values())
@@ -115,7 +86,6 @@ class FirstMicroBatch:
             num_micro_batches = max(int(engine.micro_batches), 1) if phase == "train_batch" else 1
             self.flops += counter.total / num_micro_batches
             self.flops_recomputed += counter.recomputed / num_micro_batches
-            self.num_operations += operations.num_operations / num_micro_batches
         return result
 
 
@@ -232,9 +202,6 @@ class StepTimer:
                 size for size, param in zip(sizes, params, strict=True) if param.requires_grad
             ),
         }
-        metrics |= {**engine_features(self._engines), "probe_operations": self._first.num_operations}
-        if self._first.flops:
-            metrics["probe_flops_per_record"] = self._first.flops / micro_batch_size
         if self._first.activation_bytes:
             metrics["activation_bytes_per_record"] = self._first.activation_bytes / micro_batch_size
         return metrics
