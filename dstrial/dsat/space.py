@@ -15,6 +15,7 @@ from typing import Any
 
 from dstrial.config.deepspeed_rules.check import CheckResult, check_deepspeed
 from dstrial.config.deepspeed_rules.ignored import zero_keys_without_effect
+from dstrial.config.dotted_keys import value_at
 from dstrial.config.merge import merge_deepspeed
 from dstrial.config.parallel_dims import AUTOTP_KEY, ParallelDims
 from dstrial.dsat.core.candidate import (
@@ -23,7 +24,6 @@ from dstrial.dsat.core.candidate import (
     BatchSplit,
     Candidate,
     changes_in_words,
-    value_at,
 )
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.search.random_state import SearchRandom

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from dstrial.config.dotted_keys import value_at
 from dstrial.config.parallel_dims import AUTOTP_KEY
 
 HYPERPARAMETERS = "hyperparameters."
@@ -98,13 +99,6 @@ def layered(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
         else:
             result[key] = value
     return result
-
-
-def value_at(config: Any, path: str) -> Any:
-    """Return the value at a dotted path of nested mappings; None if it is missing."""
-    for part in path.split("."):
-        config = config.get(part) if isinstance(config, Mapping) else None
-    return config
 
 
 def changes_in_words(

@@ -13,7 +13,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.dsat.core.candidate import Candidate, value_at
+from dstrial.config.dotted_keys import value_at
+from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, score
 from dstrial.dsat.methods.base import NEED_SMALLEST, Action, Finish, Measure, MethodOptions, Observation
 from dstrial.dsat.predictor.config_groups import ConfigGroups

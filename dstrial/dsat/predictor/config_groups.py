@@ -6,7 +6,8 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dstrial.dsat.core.candidate import BatchSplit, Candidate, value_at
+from dstrial.config.dotted_keys import value_at
+from dstrial.dsat.core.candidate import BatchSplit, Candidate
 from dstrial.dsat.predictor.features import ZeroFeatures
 from dstrial.dsat.space import KNOBS, KNOWN_PATHS, ZERO, Space, Structure, useful_values, width_of
 
