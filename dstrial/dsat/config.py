@@ -99,7 +99,7 @@ def read_config(flags: SearchFlags) -> SearchConfig:
                 extra=extra,
                 hyperparameters=experiment.hyperparameters,
             )
-            refused, doubtful = _values_refused(flags, space)
+            refused, doubtful = _space_value_problems(flags, space)
             problems += refused
             warnings = [*assumed, *_flag_warnings(flags), *doubtful]
     except ConfigError as error:
@@ -209,7 +209,7 @@ def _experiment_problems(flags: SearchFlags, experiment: ExperimentConfig) -> It
             )
 
 
-def _values_refused(flags: SearchFlags, space: Space) -> tuple[list[ConfigProblem], list[str]]:
+def _space_value_problems(flags: SearchFlags, space: Space) -> tuple[list[ConfigProblem], list[str]]:
     """Return (problems, warnings) about the values of ``--space``.
 
     A path without a legal value is a problem. An illegal value beside legal ones is a warning.

@@ -57,7 +57,7 @@ _RULE_PER_PARAMETER = 6  # FLOPs per parameter and record, in forward and backwa
 
 
 def recorded_inputs(record: SearchRecord) -> PredictInputs | None:
-    """Return the inputs of method ``predict`` from the journal; None if it has none."""
+    """Return the inputs of method ``predict`` that a search has recorded; None if none."""
     event = next((event for event in record.events() if event["event"] == "inputs"), None)
     return None if event is None else PredictInputs.from_json(event)
 
@@ -100,7 +100,7 @@ class Driver:
         self._described_s = 0.0  # seconds that dry runs took
 
     def run(self, signals: list[signal.Signals]) -> SearchStatus:
-        """Continue the search from the end of its journal; return how it ended.
+        """Continue the search after the last event in its journal; return how it ended.
 
         The search stops when the caller's signal handlers append to ``signals``.
 
@@ -181,7 +181,7 @@ class Driver:
                 self._follow(backend)
             else:
                 self._end_overdue(backend)
-                self._take_ended(backend)
+                self._record_ended(backend)
                 self._publish_if_due(backend)
             self._show(list(self.trials.values()))
             time.sleep(self._poll_s)
@@ -271,12 +271,12 @@ class Driver:
     def _spec(self, measure: Measure) -> TrialSpec:
         return measuring_spec(self._settings, measure.candidate, measure.trial_id, self._record.search_id)
 
-    def _take_ended(self, backend: Backend) -> None:
+    def _record_ended(self, backend: Backend) -> None:
         for ended in backend.poll():
             if ended.trial_id in self._open and self._end is None:
-                self._take(ended)
+                self._record_outcome(ended)
 
-    def _take(self, ended: Ended) -> None:
+    def _record_outcome(self, ended: Ended) -> None:
         outcome = ended.outcome
         if isinstance(outcome, Measured):
             wrong = mismatch_with_request(outcome, self._open[ended.trial_id].candidate)
@@ -300,10 +300,10 @@ class Driver:
             if trial_id not in self._open or running_s <= deadline_s:
                 continue
             backend.kill(trial_id)
-            self._take_ended(backend)  # the trial may have reported a result before it hung
+            self._record_ended(backend)  # the trial may have reported a result before it hung
             if trial_id in self._open and self._end is None:
                 message = f"it was ended after {running_s:.0f} s; expected at most {deadline_s:.0f} s"
-                self._take(Ended(trial_id, Failure(FailureKind.TIMEOUT, message), running_s))
+                self._record_outcome(Ended(trial_id, Failure(FailureKind.TIMEOUT, message), running_s))
 
     def deadline_s(self, measure: Measure) -> float:
         """Return the time limit of a trial, in seconds.

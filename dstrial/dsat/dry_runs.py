@@ -36,7 +36,7 @@ RequestOf = Callable[[Structure], DryRunRequest]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GraphTraces:
-    """The dry runs of a search's model, one per compute graph."""
+    """Results of the dry runs of a search's model, one per different compute graph."""
 
     found: Mapping[str, ModelTrace] = dataclasses.field(default_factory=dict)  # by ``_graph_key``
     failures: Mapping[str, str] = dataclasses.field(default_factory=dict)  # key -> why there is no trace
@@ -123,9 +123,9 @@ def trace_space(
     deadline_s: float = DRY_RUNS_DEADLINE_S,
     is_real: bool = False,
 ) -> GraphTraces:
-    """Dry-run one structure per compute graph, on real tensors if ``is_real``.
+    """Dry-run one configuration per compute graph, on real tensors if ``is_real``.
 
-    A structure is a configuration without its batch sizes; ``request_of`` returns the request to dry-run it.
+    ``request_of`` returns the request to dry-run a configuration, which is given without its batch sizes.
     """
     asked = _structures(groups)
     requests = [dataclasses.replace(request_of(structure), is_real=is_real) for structure in asked.values()]
@@ -144,18 +144,21 @@ def trace_space(
 
 
 def _structures(groups: ConfigGroups) -> dict[str, Structure]:
-    """Return one structure per compute graph: graph key -> structure."""
+    """Return a configuration per compute graph: graph key -> it without batch sizes."""
     asked = reversed(groups.representatives().values())
     return {_graph_key(groups, structure): structure for structure, _ in asked}
 
 
 def _graph_key(groups: ConfigGroups, structure: Structure) -> str:
-    """Return a key that is equal for structures with (presumably) equal compute graphs."""
+    """Return a key; it is equal if two configurations presumably have one compute graph."""
     return json.dumps(groups.unknown_settings(structure))
 
 
 def request_maker(settings: SearchConfig) -> RequestOf:
-    """Return a function that returns the request to dry-run a structure."""
+    """Return a function that makes the request to dry-run a configuration.
+
+    The function takes the configuration without its batch sizes.
+    """
     space, asked = settings.space, settings.flags.sample_batch
     shared: dict[str, Any] = {
         "world_size": settings.num_slots,

@@ -181,7 +181,7 @@ class Space:
         return Candidate(self._stage, (), self.batch_size_grid.split(0))
 
     def knobs(self, stage: int) -> tuple[Knob, ...]:
-        """Return the knobs of a ZeRO stage, each with the values to try.
+        """Return the keys that vary in a ZeRO stage (*knobs*), each with the values to try.
 
         These are the keys that dsat varies by default, and those of ``--space`` that have a legal value in this stage.
         """
@@ -198,7 +198,10 @@ class Space:
         return tuple(sorted(result, key=lambda knob: knob.path))
 
     def value(self, candidate: Candidate, path: str) -> Any:
-        """Return a candidate's effective value of a key or hyperparameter; None if unset."""
+        """Return a configuration's value of a key or hyperparameter; None if unset.
+
+        A default of DeepSpeed counts as set.
+        """
         if path.startswith(HYPERPARAMETERS):
             own = value_at(self._hyperparameters, path.removeprefix(HYPERPARAMETERS))
             return dict(candidate.settings).get(path, own)
@@ -232,7 +235,7 @@ class Space:
         return self._refusals[key]
 
     def draw(self, random: SearchRandom, stage: int, num_params: float | None = None) -> Structure:
-        """Return a structure of a ZeRO stage, with values of its knobs drawn at random.
+        """Return random settings of a ZeRO stage.
 
         Bucket and other sizes above ``num_params``, the model's number of parameters, count as one value.
         """
@@ -256,14 +259,14 @@ class Space:
         return ", ".join(words)
 
     def structures(self, stage: int, knobs: Sequence[Knob]) -> Iterator[Structure]:
-        """Yield a structure for every combination of the knobs' values, legal or not."""
+        """Yield the settings of every combination of the knobs' values, legal or not."""
         for values in itertools.product(*(knob.values for knob in knobs)):
             yield self._structure(stage, list(zip((knob.path for knob in knobs), values, strict=True)))
 
     def first_position(self, last: int) -> int:
-        """Return the position of the micro batch size to try first, at most ``last``.
+        """Return the index of the micro batch size to try first, at most ``last``.
 
-        A position is an index of ``batch_size_grid``. For a pipeline this is the largest micro batch that leaves enough micro
+        The index is that of ``batch_size_grid``. For a pipeline this is the largest micro batch that leaves enough micro
         batches per step to keep the stages busy; otherwise it is ``last``.
         """
         num_stages, batches = self.sizes.pp, self.batch_size_grid
@@ -274,7 +277,7 @@ class Space:
         return full[-1] if full else 0
 
     def candidate(self, structure: Structure, position: int) -> Candidate:
-        """Return a structure with batch sizes added.
+        """Return the configuration with these settings and a micro batch size.
 
         ``position`` is the index of the micro batch size in ``batch_size_grid``.
         """
@@ -398,7 +401,7 @@ def _layers_problem(num_stages: int, hyperparameters: Mapping[str, Any]) -> str 
 
 
 def useful_values(knob: Knob, num_params: float | None) -> tuple[Any, ...]:
-    """Return the values of a knob that a search tries.
+    """Return the values of a DeepSpeed key that a search tries.
 
     Sizes above ``num_params``, the model's number of parameters (None: unknown), have the same effect. So only the smallest of
     them is returned.
@@ -410,14 +413,14 @@ def useful_values(knob: Knob, num_params: float | None) -> tuple[Any, ...]:
 
 
 def live_knobs(stage: int, *, is_pipeline: bool) -> tuple[Knob, ...]:
-    """Return the knobs that DeepSpeed reads in a ZeRO stage."""
+    """Return the keys to vary that DeepSpeed reads in a ZeRO stage."""
     return tuple(knob for knob in KNOBS if stage in knob.stages and (knob.in_pipeline or not is_pipeline))
 
 
 def drop_dead_keys(merged: dict[str, Any], stage: int) -> None:
-    """Remove from a DeepSpeed config, in place, what has no effect in a ZeRO stage.
+    """Remove the keys of a DeepSpeed config that a ZeRO stage does not read, in place.
 
-    These are keys that the stage does not read, and sections of offloading to the device ``none``.
+    Also removes sections of offloading to the device ``none``.
     """
     zero = merged.get(ZERO)
     if isinstance(zero, dict):

@@ -71,11 +71,18 @@ def measuring_spec(settings: SearchConfig, candidate: Candidate, trial_id: int, 
     label = f"dsat-{search_id}-{trial_id}"
     config = {
         **measured_config(settings),
-        **_single(settings, label, f"dsat trial {trial_id}", settings.space.describe(candidate), num_batches),
+        **_single_experiment(
+            settings, label, f"dsat trial {trial_id}", settings.space.describe(candidate), num_batches
+        ),
         "entrypoint": entrypoint,
         "hyperparameters": hparams,
     }
-    return TrialSpec(trial_id, _with_stages(config, settings, candidate), _concrete(settings, hparams), label)
+    return TrialSpec(
+        trial_id,
+        _with_pipeline_stages(config, settings, candidate),
+        _plain_hyperparameters(settings, hparams),
+        label,
+    )
 
 
 def search_config(settings: SearchConfig, search_id: str) -> TrialSpec:
@@ -86,7 +93,7 @@ def search_config(settings: SearchConfig, search_id: str) -> TrialSpec:
     """
     label = f"dsat-{search_id}-search"
     does = "measures one configuration after the other"
-    single = _single(settings, label, "dsat search", does, settings.options.max_trials)
+    single = _single_experiment(settings, label, "dsat search", does, settings.options.max_trials)
     del single["max_restarts"]
     config = {**measured_config(settings), **single, "entrypoint": f"python3 -m {_SEARCH_MODULE}"}
     return TrialSpec(0, config, {}, label)
@@ -101,7 +108,7 @@ def full_config(settings: SearchConfig, candidate: Candidate) -> dict[str, Any]:
     """Return the user's experiment config with the settings of ``candidate``, to train."""
     config = copy.deepcopy(settings.written)
     config["hyperparameters"] = _hyperparameters(settings, candidate)
-    return _with_stages(config, settings, candidate)
+    return _with_pipeline_stages(config, settings, candidate)
 
 
 def write_config(path: Path, config: Mapping[str, Any]) -> None:
@@ -109,7 +116,9 @@ def write_config(path: Path, config: Mapping[str, Any]) -> None:
     replace_file(path, yaml_text(config), is_private=bool(secrets_in(config, SecretNames())))
 
 
-def _single(settings: SearchConfig, label: str, name: str, does: str, num_batches: int) -> dict[str, Any]:
+def _single_experiment(
+    settings: SearchConfig, label: str, name: str, does: str, num_batches: int
+) -> dict[str, Any]:
     return {
         "name": f"{settings.experiment.name} ({name})",
         "description": f"dsat {settings.method}: {does}"[:200],
@@ -124,7 +133,9 @@ def _single(settings: SearchConfig, label: str, name: str, does: str, num_batche
     }
 
 
-def _with_stages(config: dict[str, Any], settings: SearchConfig, candidate: Candidate) -> dict[str, Any]:
+def _with_pipeline_stages(
+    config: dict[str, Any], settings: SearchConfig, candidate: Candidate
+) -> dict[str, Any]:
     if settings.space.stages_path is None:
         return config
     num_stages = settings.space.sizes_of(candidate).pp
@@ -168,7 +179,7 @@ def _hyperparameters(settings: SearchConfig, candidate: Candidate) -> dict[str, 
     return hparams
 
 
-def _concrete(settings: SearchConfig, hparams: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_hyperparameters(settings: SearchConfig, hparams: Mapping[str, Any]) -> dict[str, Any]:
     given = {
         key: value
         for key, value in hparams.items()

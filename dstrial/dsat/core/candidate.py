@@ -148,18 +148,18 @@ class BatchSizeGrid:
 
     @property
     def last(self) -> int:
-        """Position of the largest micro batch size."""
+        """Index of the largest micro batch size."""
         return _LARGEST_FREE_MICRO_BATCH - 1 if self.is_free else len(self._splits) - 1
 
     def split(self, position: int) -> BatchSplit:
-        """Return the batch sizes that belong to the micro batch size at a position."""
+        """Return the batch sizes of a configuration with the micro batch size at this index."""
         if not self.is_free:
             return self._splits[position]
         micro = position + 1
         return BatchSplit(micro, self._accumulation, micro * self._accumulation * self._replicas)
 
     def position(self, micro_batch_size: float) -> int:
-        """Return the position of the largest size up to ``micro_batch_size``; 0 if none."""
+        """Return the index of the largest size up to ``micro_batch_size``; 0 if none."""
         if self.is_free:
             return max(0, min(int(micro_batch_size), _LARGEST_FREE_MICRO_BATCH) - 1)
         return max(sum(split.micro_batch_size <= micro_batch_size for split in self._splits) - 1, 0)

@@ -92,8 +92,8 @@ class PredictSearch:
     def _learn_failure(self, candidate: Candidate, kind: FailureKind) -> None:
         """Exclude the settings of a failed configuration from the search.
 
-        After two failures in a group of which nothing has run, the whole group is excluded. An out-of-memory error of a device
-        and a first communication error exclude nothing.
+        If two settings with the same stage, offloading and settings of unknown effect fail, and nothing of this kind has run,
+        all of the kind are excluded. A device's out-of-memory error and a first communication error exclude nothing.
         """
         failed = [one for one in self.observations.values() if isinstance(one.outcome, Failure)]
         is_first = sum(one.candidate == candidate for one in failed) == 1
@@ -299,10 +299,10 @@ def worth(prediction: Prediction, cost: float, num_failed: int = 0) -> float:
 
 
 class Acquisition:
-    """Finds configurations that are worth a measurement, in each group.
+    """Finds configurations that may be worth a measurement.
 
-    In each group, coordinate descent changes one setting at a time while the predicted cost falls. All configurations that a
-    descent visits are proposed.
+    For each ZeRO stage, kind of offloading and value of a setting of unknown effect, coordinate descent changes one other setting
+    at a time while the predicted cost falls. All configurations that it visits are proposed.
     """
 
     def __init__(self, groups: ConfigGroups, predictor: Predictor) -> None:
@@ -324,7 +324,8 @@ class Acquisition:
         Args:
             positions: the allowed micro batch sizes, as indices of ``Space.batch_size_grid``.
             time: model that predicts the time of a step.
-            measured: configurations that have run; descents start there, at default settings, and where earlier ones ended.
+            measured: configurations that have run; coordinate descents start there, at default settings, and where the
+                descents of earlier calls ended.
             cost: the best measured cost; None before anything has run.
         """
         self._seen, self._positions, self._time = {}, positions, time
@@ -339,11 +340,13 @@ class Acquisition:
         return list(self._seen.values())
 
     def _descend(self, starts: Iterable[Structure], cost: float | None) -> Structure | None:
-        """Return the structure at which a descent from the best of ``starts`` ends.
+        """Return the settings at which a coordinate descent from the best of ``starts`` ends.
 
-        None if no configuration of the group is likely to reach ``cost``, the best measured cost.
+        None if no configuration on the way is likely to reach ``cost``, the best measured cost.
         """
-        places = [one for start in dict.fromkeys(starts) if (one := self._start(start)) is not None]
+        places = [
+            one for start in dict.fromkeys(starts) if (one := self._best_micro_batch(start)) is not None
+        ]
         at: _Place | None = None
         for stds in _BOUNDS:
             at = at or min(places, key=lambda one: one[0].lower_confidence_bound(stds), default=None)
@@ -358,10 +361,10 @@ class Acquisition:
                 at = moved
         return None if at is None else structure_of(at[0].candidate)
 
-    def _start(self, structure: Structure) -> _Place | None:
-        """Return a structure's prediction with the best micro batch size, and its index.
+    def _best_micro_batch(self, structure: Structure) -> _Place | None:
+        """Return (prediction of these settings with the best micro batch size, its index).
 
-        None if the structure is illegal, or was not dry-run.
+        None if the settings are illegal, or were not dry-run.
         """
         if not self._groups.is_legal(structure):
             return None

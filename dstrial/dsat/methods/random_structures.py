@@ -27,9 +27,9 @@ _GROWING = {knob.path for knob in KNOBS if knob.grows_memory}  # keys of which l
 
 @dataclasses.dataclass(slots=True)
 class Lineage:
-    """The trials of one random structure, a configuration without batch sizes.
+    """The trials of one random choice of ZeRO stage and settings.
 
-    Micro batch sizes are given by their *position*, an index of ``Space.batch_size_grid``.
+    They differ in the micro batch size, which is given by its *position*: its index in ``Space.batch_size_grid``.
     """
 
     idx: int
@@ -50,10 +50,11 @@ class Lineage:
 
 
 class BinarySearch:
-    """Draws random structures, and finds the largest micro batch of each by bisection.
+    """Draws settings at random, and finds the largest micro batch of each by bisection.
 
-    A trial that runs raises the lower end of its lineage's range; an out-of-memory error lowers the upper end. A lineage whose
-    range is empty gets no more trials. Throughput has no effect on the order of trials.
+    The trials of one random choice are a *lineage*. A trial that runs raises the lower end of its lineage's range of micro batch
+    sizes; an out-of-memory error lowers the upper end. A lineage whose range is empty gets no more trials. Throughput has no
+    effect on the order of trials.
     """
 
     def __init__(self, space: Space, options: MethodOptions) -> None:
@@ -73,7 +74,7 @@ class BinarySearch:
     # ---- what subclasses override ----------------------------------------------------------------
 
     def choose(self) -> Lineage:
-        """Return the lineage that gets the next trial."""
+        """Return the lineage (trials with the same settings) that gets the next trial."""
         waiting = self._waiting()
         return waiting[0] if waiting else self.new_lineage(self.space.stages)
 
@@ -81,17 +82,20 @@ class BinarySearch:
         return f"lineage {lineage.idx + 1}"
 
     def new_range(self, stage: int) -> tuple[int, int]:
-        """Return the (lowest, highest) position that a new lineage of a ZeRO stage tries."""
+        """Return (lowest, highest) index of the micro batch sizes to try first with a stage.
+
+        The indices are those of ``Space.batch_size_grid``.
+        """
         return 0, self.ceiling(stage)
 
     def position(self, lineage: Lineage) -> int:
-        """Return the position of the micro batch size that a lineage tries next."""
+        """Return the index in ``Space.batch_size_grid`` of the size that a lineage tries next."""
         return (lineage.low + lineage.high) // 2
 
     def learn(self, lineage: Lineage, position: int, value: float | None) -> None:
-        """Narrow the range of a lineage after a trial at ``position``.
+        """Narrow the range of micro batch sizes of a lineage after one of its trials.
 
-        ``value`` is the trial's score; None if the trial ran out of memory.
+        ``position`` is the index of the trial's micro batch size; ``value`` is its score, None if it ran out of memory.
         """
         if value is None:
             lineage.high = position - 1
@@ -131,7 +135,7 @@ class BinarySearch:
     # ---- lineages --------------------------------------------------------------------------------
 
     def ceiling(self, stage: int) -> int:
-        """Return the position of the largest micro batch that may fit with a ZeRO stage.
+        """Return the index of the largest micro batch size that may fit with a ZeRO stage.
 
         The size is estimated from the first measurement, and multiplied by ``search_range_factor``. Without an estimate, it is
         the largest size, or twice the user's own micro batch if the global batch size may change.
@@ -146,7 +150,7 @@ class BinarySearch:
         return self.space.first_position(highest)
 
     def new_lineage(self, stages: tuple[int, ...]) -> Lineage:
-        """Return a new lineage, with a random ZeRO stage out of ``stages`` and random settings."""
+        """Draw one of ``stages`` and settings at random; return the lineage of their trials."""
         stage = stages[self.random.integer_below(len(stages))]
         low, high = self.new_range(stage)
         structure = self.space.draw(self.random, stage, self._num_params)
@@ -198,9 +202,9 @@ class BinarySearch:
             lineage = self.choose()
             position = self.position(lineage)
             candidate = self.space.candidate(lineage.structure, position)
-            presumed = self._presumed(candidate)
-            if presumed is not None:
-                self._record(lineage, position, presumed)
+            known = self._known_outcome(candidate)
+            if known is not None:
+                self._record(lineage, position, known)
                 continue
             action = self._measure(candidate, self.why(lineage))
             self._lineage_of[action.trial_id] = (lineage, position)
@@ -214,7 +218,7 @@ class BinarySearch:
         reason = f"all {num_trials} trials completed" if is_spent else "nothing new is left to try"
         return [*actions, *self._finish(reason)]
 
-    def _presumed(self, candidate: Candidate) -> Outcome | None:
+    def _known_outcome(self, candidate: Candidate) -> Outcome | None:
         """Return the outcome of a candidate that need not be measured; None to measure it.
 
         Such a candidate is illegal, equals one that was or is being measured, or needs at least the memory of one that ran out of
@@ -260,9 +264,9 @@ def needs_no_less_memory(candidate: Candidate, other: Candidate, space: Space) -
 class AshaSearch(BinarySearch):
     """Binary searches over micro batches, under asynchronous successive halving.
 
-    The resource of a lineage is its number of trials. Rung *i* is complete after *r* x *eta* ^ (*s* + *i*) trials
-    (``min_binary_search_trials``, ``divisor``, ``asha_early_stopping``), or when the range is empty. The best 1 / *eta* of the
-    lineages that completed a rung are promoted.
+    The resource of a lineage (the trials with the same settings) is its number of trials. Rung *i* is complete after *r* x *eta*
+    ^ (*s* + *i*) trials (``min_binary_search_trials``, ``divisor``, ``asha_early_stopping``), or when the range is empty. The
+    best 1 / *eta* of the lineages that completed a rung are promoted.
     """
 
     def choose(self) -> Lineage:
@@ -276,16 +280,16 @@ class AshaSearch(BinarySearch):
         return f"lineage {lineage.idx + 1}, rung {lineage.rung}"
 
     def is_complete(self, lineage: Lineage) -> bool:
-        """Return whether a lineage needs no more trials in its rung."""
+        """Return whether a lineage (trials with the same settings) needs no more in its rung."""
         return lineage.is_closed or len(lineage.history) >= self.trials_of(lineage.rung)
 
     def trials_of(self, rung: int) -> int:
-        """Return how many trials a lineage needs to complete a rung and those below it."""
+        """Return the number of trials with the same settings that complete a rung of ASHA."""
         options = self.options
         return int(options.min_binary_search_trials * options.divisor ** (options.asha_early_stopping + rung))
 
     def _promote(self) -> Lineage | None:
-        """Raise the best lineage that may be promoted by one rung, and return it; else None."""
+        """Promote the best lineage that may be promoted to the next rung; return it or None."""
         for rung in reversed(range(self.options.max_rungs - 1)):
             finished = [
                 lineage
@@ -306,9 +310,9 @@ class AshaSearch(BinarySearch):
 class RandomConfigSearch(BinarySearch):
     """Draws ZeRO stages and settings at random, and micro batches near mid-range.
 
-    After a trial with stage 1 or 2 has run, stage 3 is not tried any more, because it communicates more. A lineage ends after
-    ``trials_per_random_config`` trials or if no micro batch fits. It also ends if one of its trials has failed, and another
-    lineage of the same stage has run with a micro batch at or above this lineage's upper end.
+    After a trial with stage 1 or 2 has run, stage 3 is not tried any more, because it communicates more. The trials of the same
+    settings, a *lineage*, end after ``trials_per_random_config`` trials or if no micro batch fits. It also ends if one of its
+    trials has failed, and another lineage of the same stage has run with a micro batch at or above this lineage's upper end.
 
     The range of a new lineage begins at the best micro batch of its stage, and ends below sizes known not to fit.
     """

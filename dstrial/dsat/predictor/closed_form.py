@@ -118,7 +118,10 @@ def _temporary_bytes(
 def _memory(
     trace: ModelTrace, zero: ZeroFeatures, gradients: float, *, is_accumulating: bool
 ) -> tuple[MemoryForm, float, dict[str, int]]:
-    """Return (memory peaks on device, bytes on host, part of model -> device bytes)."""
+    """Return (memory peaks on device, bytes on host, part of training -> device bytes).
+
+    The parts are parameters, gradients, optimizer and buffers. ``gradients`` are the bytes of all gradients of the model.
+    """
     stage, width, sizes = zero.stage, zero.bytes_per_value, _rank_sizes(trace, zero)
     here, buckets = sizes.here, zero.bucket_bytes
     state = (_MASTER_BYTES if width == 2 or stage else 0) + _moment_bytes(trace, is_half=width == 2)

@@ -22,7 +22,7 @@ _ALL_UP_TO, _SHARES = 32, 16
 class ConfigGroups:
     """Groups configurations by ZeRO stage, offloading and settings of unknown effect.
 
-    Methods take a *structure*: a configuration without its batch sizes. On a CPU, offloading saves no memory, so that it does
+    Methods take a configuration without its batch sizes (``Structure``). On a CPU, offloading saves no memory, so that it does
     not vary unless ``--space`` names it.
     """
 
@@ -36,7 +36,7 @@ class ConfigGroups:
         self._bases: list[Structure] = []
 
     def bases(self) -> list[Structure]:
-        """Return one legal structure of each group, the user's own first."""
+        """Return one legal configuration, without batch sizes, of each group; own first."""
         if self._bases:
             return self._bases
         found = {self.group(self.own): self.own}
@@ -53,10 +53,10 @@ class ConfigGroups:
         return self._bases
 
     def moves(self, structure: Structure, num_params: float | None) -> list[Structure]:
-        """Return the legal structures that differ from this one in one setting.
+        """Return the legal configurations that differ from this one in one setting.
 
-        Only settings vary whose effect the predictor computes, without offloading. Of sizes (such as bucket sizes) above
-        ``num_params``, the model's number of parameters (None: unknown), only the smallest is tried.
+        Batch sizes are left out. Only settings vary whose effect the predictor computes, without offloading. Of sizes (such as
+        bucket sizes) above ``num_params``, the model's number of parameters (None: unknown), only the smallest is tried.
         """
         found, settings = [], dict(structure.settings)
         effective = self._effective_of(_without(structure, _SIZES))
@@ -71,7 +71,7 @@ class ConfigGroups:
         return found
 
     def setup(self, structure: Structure) -> ZeroFeatures:
-        """Return those ZeRO settings of a structure on which predictions depend."""
+        """Return those ZeRO settings of a configuration on which predictions depend."""
         if structure not in self._setups:
             # Sizes change nothing else in a config, so the config is checked only once for all sizes.
             effective = dict(self._effective_of(_without(structure, _SIZES)))
@@ -88,18 +88,18 @@ class ConfigGroups:
         return self._setups[structure]
 
     def is_legal(self, structure: Structure) -> bool:
-        """Return whether DeepSpeed accepts a structure and uses all of its settings."""
+        """Return whether DeepSpeed accepts a configuration and uses all of its settings."""
         checked = _without(structure, _SIZES)
         if checked not in self._legal:
             self._legal[checked] = self.space.illegal_reason(self.space.candidate(checked, 0)) is None
         return self._legal[checked]
 
     def group(self, structure: Structure) -> tuple[Any, ...]:
-        """Return a key of the group: ZeRO stage, offloading, settings of unknown effect."""
+        """Return a configuration's ZeRO stage, offloading, and settings of unknown effect."""
         return (*self.setup(structure).group, self.unknown_settings(structure))
 
     def unknown_settings(self, structure: Structure) -> tuple[tuple[str, Any], ...]:
-        """Return the (path, value) settings whose effect the predictor does not compute."""
+        """Return (path, value) of each setting whose effect the predictor does not compute."""
         return tuple((path, value) for path, value in structure.settings if path not in KNOWN_PATHS)
 
     def identity(self, candidate: Candidate, num_params: float | None = None) -> tuple[Any, ...]:
@@ -113,9 +113,9 @@ class ConfigGroups:
         return setup, repr([self.space.value(candidate, path) for path in added]), candidate.batch
 
     def run_key(self, structure: Structure, *, is_accumulating: bool) -> str:
-        """Return the key of the dry run that is used for a structure.
+        """Return the key of the dry run that serves to predict a configuration.
 
-        Structures that differ only in ZeRO's sizes and switches (such as buckets and overlap) share a dry run.
+        Configurations that differ only in ZeRO's sizes and switches (such as buckets and overlap) share a dry run.
         ``is_accumulating``: a step has several micro batches.
         """
         setup = self.setup(structure)
@@ -124,10 +124,10 @@ class ConfigGroups:
         return json.dumps([setup.stage, on_host, setup.has_host_params, unknown, is_accumulating])
 
     def representatives(self) -> dict[str, tuple[Structure, bool]]:
-        """Return the structures to dry-run: run key -> (structure, is accumulating).
+        """Return the configurations to dry-run: :meth:`run_key` -> (it, is accumulating).
 
-        A step is accumulating if it has several micro batches. Sizes of parallel dimensions from ``--space`` are removed, because
-        their effect is computed without a dry run.
+        Batch sizes are left out; a step is accumulating if it has several micro batches. Sizes of parallel dimensions from
+        ``--space`` are removed, because their effect is computed without a dry run.
         """
         sizes = self.space.batch_size_grid
         kinds = sorted({sizes.split(position).accumulation > 1 for position in (0, sizes.last)}, reverse=True)
@@ -148,7 +148,7 @@ class ConfigGroups:
         return self._effective[structure]
 
     def _makes_group(self, path: str) -> bool:
-        """Return whether other values of a path make another group."""
+        """Return whether configurations with other values of a key are another group."""
         if path in _OFFLOADS:
             return not self._is_cpu or path in self.space.extra
         return path not in KNOWN_PATHS

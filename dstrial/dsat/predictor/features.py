@@ -179,7 +179,7 @@ _COPIED_IN, _COPIED_OUT = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepParts:
-    """The seconds of an optimizer step, split into the parts that ``PARTS`` names."""
+    """The predicted seconds of an optimizer step, split by their cause (``PARTS``)."""
 
     phases: tuple[tuple[float, ...], ...]  # for each of ``PHASES``, seconds in the order of ``PARTS``
 
@@ -208,7 +208,7 @@ def step_parts(
     micro_batch_size: int,
     accumulation: int,
 ) -> StepParts:
-    """Predict the seconds of each part of a configuration's optimizer step.
+    """Return the predicted seconds of an optimizer step, split by their cause (``PARTS``).
 
     ``setup`` are the ZeRO settings of the configuration; ``run`` is a dry run of a similar configuration, with the ZeRO settings
     ``ran``. ``accumulation`` is the number of micro batches per optimizer step.
@@ -217,7 +217,7 @@ def step_parts(
     overheads = _overheads(run, machine, accumulation, (forward_s, backward_s, 0.0))
     exchange = _exchange_s(run, machine, setup, micro_batch_size * accumulation, accumulation)
 
-    reduced, gathered, stepped = _calls(run, machine, setup, ran, accumulation)
+    reduced, gathered, stepped = _communication_s(run, machine, setup, ran, accumulation)
     # Stages 0 and 1 send gradients only during the backward pass of the last micro batch.
     often, beside_s = (accumulation, backward_s) if setup.stage >= 2 else (1, backward_s / accumulation)
     able = 1 - 1 / _num_buckets(run, setup.reduce_elements) if setup.is_overlapping else 0.0
@@ -374,7 +374,7 @@ def _overheads(
     ]
 
 
-def _calls(
+def _communication_s(
     run: DryRunResult, machine: Machine, setup: ZeroFeatures, ran: ZeroFeatures, accumulation: int
 ) -> list[tuple[float, float]]:
     """Return the time of gradient reduction, of gathers, and of the step's communication.
@@ -452,7 +452,7 @@ _MIN_SHARE = 0.6  # a phase below this share of the highest peak is assumed neve
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PeakParts:
-    """The peak bytes of one phase, split into the parts that ``MEMORY_PARTS`` names."""
+    """The peak bytes of a phase of a step, split by their use (``MEMORY_PARTS``)."""
 
     phase: str
     num_bytes: tuple[float, ...]  # in the order of ``MEMORY_PARTS``

@@ -75,7 +75,7 @@ class Placement:
 
 
 def answer(placements: Sequence[Placement], capacity_bytes: float, deepspeed: str) -> list[str]:
-    """Return three lines that say how many devices suffice, and which part is largest.
+    """Return three lines that say how many devices suffice, and what needs most memory.
 
     ``capacity_bytes`` is the memory of one device. ``deepspeed`` describes the DeepSpeed config in the text.
     """
@@ -122,7 +122,10 @@ def _largest_stages(placements: Sequence[Placement]) -> list[Placement]:
 
 
 def table(placements: Sequence[Placement], capacity_bytes: float) -> list[list[str]]:
-    """Return a header and one row per predicted placement; sizes are in ``table_unit``."""
+    """Return a header and one row per number of devices (and pipeline stage).
+
+    Sizes are in ``table_unit``. Numbers of devices without a prediction are left out.
+    """
     divisor = _GIB if table_unit(placements) == "GiB" else _GIB // 1024
     has_stages = any(one.stage is not None for one in placements)
     rows = [["devices", *["stage"] * has_stages, "micro batch", *PARTS, "peak", "needs", "of device", "host"]]

@@ -92,7 +92,10 @@ class Point:
 def _structure_effects(
     group: tuple[Any, ...], knobs: tuple[tuple[str, Any], ...], extras: tuple[tuple[str, Any], ...]
 ) -> Effects:
-    """Return the effects on time (see ``Effects``) that do not depend on the micro batch."""
+    """Return those effects on time that do not depend on the micro batch.
+
+    An effect is an error that similar configurations share (``regression.Effects``).
+    """
     effects: list[tuple[Hashable, float]] = [
         (f"stage {group[0]}", _STAGE),
         (f"group {group}", _GROUP),
@@ -154,7 +157,7 @@ class StepModel:
         self._regression = Regression([_STEP_FACTORS[part] for part in PARTS], samples, is_scaled=is_scaled)
 
     def predict(self, points: Sequence[Point], phase: str | None = None) -> list[TimePrediction]:
-        """Return the predicted time of a step, or of one phase of it, for each point."""
+        """Return the predicted time of each configuration's step, or of a phase of the step."""
         medians, deviations = self._regression.predict([point.time_row(phase) for point in points])
         return [
             TimePrediction(float(median), float(deviation))
@@ -280,7 +283,7 @@ class MemoryModel:
         self._regression = None
 
     def predict(self, points: Sequence[Point]) -> list[MemoryPrediction | None]:
-        """Return the memory peak of each point; None if its dry run has no phases.
+        """Return the predicted memory peak of each configuration; None if unknown.
 
         The peak is that of the phase that is least likely to fit.
         """

@@ -26,9 +26,9 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanRow:
-    """A row of a plan: one configuration with the fastest micro batch that fits.
+    """The prediction for one configuration, with the fastest micro batch that fits.
 
-    If none fits, the row has the smallest micro batch.
+    If no micro batch fits, it is the smallest one.
     """
 
     candidate: Candidate
@@ -51,7 +51,7 @@ class PlanRow:
         return hours, None if hours is None or price is None else hours * price * self.num_slots
 
     def cells(self, epoch_records: int, price: float | None) -> tuple[str, ...]:
-        """Return the row's cells in the order of ``columns``; arguments as of :meth:`epoch`."""
+        """Return the texts for a table, in the order of ``columns``; for units see `epoch`."""
         hours, cost = self.epoch(epoch_records, price)
         rate = self.throughput if self.tokens_per_s is None else self.tokens_per_s
         margin = self.margin_bytes / _GIB
@@ -72,7 +72,7 @@ class PlanRow:
 
 
 def columns(rows: Sequence[PlanRow]) -> tuple[str, ...]:
-    """Return the headings of the table of a plan."""
+    """Return the headings of the table that ``dsat plan`` prints."""
     rate = "records/s" if all(row.tokens_per_s is None for row in rows) else "tokens/s"
     return ("slots", "configuration", rate, "MFU", "epoch h", "epoch cost", "GiB", "margin GiB", "host GiB")
 
@@ -80,11 +80,11 @@ def columns(rows: Sequence[PlanRow]) -> tuple[str, ...]:
 def make_plan(
     space: Space, inputs: PredictInputs, *, num_slots: int = 1, peak_flops_per_s: float | None = None
 ) -> list[PlanRow]:
-    """Return predictions of one configuration per group, and of variations of the best.
+    """Return predictions for configurations of all stages, and variations of the best.
 
-    A group is a ZeRO stage with or without offloading. Variations are those of the three best. Configurations that fit come
-    first, from fast to slow; then the others, by ascending missing memory. ``peak_flops_per_s`` is the device's published rate,
-    for the MFU; None if unknown.
+    They are one configuration per ZeRO stage and kind of offloading, and variations of the three best. Configurations that fit
+    come first, from fast to slow; then the others, by ascending missing memory. ``peak_flops_per_s`` is the device's published
+    rate, for the MFU; None if unknown.
     """
     groups = ConfigGroups(space)
     predictor = Predictor(groups, inputs, "throughput")
@@ -111,7 +111,10 @@ def _order(row: PlanRow) -> tuple[bool, float]:
 def _row(
     predictor: Predictor, structure: Structure, num_slots: int, peak_flops_per_s: float | None
 ) -> PlanRow | None:
-    """Return a structure's row; None if it was not dry-run."""
+    """Return the prediction for ``structure``; None if it was not dry-run.
+
+    ``structure`` is a configuration without its batch sizes.
+    """
     space, capacity = predictor.space, predictor.capacity_bytes
     largest = _LARGEST_FREE if space.batch_size_grid.is_free else None
     candidates = [space.candidate(structure, position) for position in positions(space, largest)]
@@ -174,7 +177,10 @@ def headline(plans: Mapping[int, Sequence[PlanRow]], num_params: float, where: s
 
 
 def to_json(rows: Sequence[PlanRow], epoch_records: int, price: float | None) -> list[dict[str, Any]]:
-    """Return the rows of a plan as JSON values, with hours and cost of an epoch."""
+    """Return predictions as JSON values, with hours and cost of an epoch.
+
+    ``epoch_records`` and ``price`` are those of :meth:`PlanRow.epoch`.
+    """
     found = []
     for row in rows:
         hours, cost = row.epoch(epoch_records, price)

@@ -108,7 +108,9 @@ class Predictor:
 
         It serves to choose a further trial while these are still running.
         """
-        points, _ = self._pressed([point for one in candidates if (point := self._point(one)) is not None])
+        points, _ = self._with_pressure(
+            [point for one in candidates if (point := self._point(one)) is not None]
+        )
         if not points:
             return self.time
         supposed = [
@@ -125,7 +127,7 @@ class Predictor:
         ``time`` replaces the time model; None: that of all outcomes so far.
         """
         known = [(one, point) for one in candidates if (point := self._point(one)) is not None]
-        points, memories = self._pressed([point for _, point in known])
+        points, memories = self._with_pressure([point for _, point in known])
         times = (time or self.time).predict(points, self._phase)
         result = []
         for (candidate, _), found, memory in zip(known, times, memories, strict=True):
@@ -196,8 +198,11 @@ class Predictor:
             is_scattered=setup.stage > 0 and not setup.is_contiguous,
         )
 
-    def _pressed(self, points: Sequence[Point]) -> tuple[list[Point], list[MemoryPrediction | None]]:
-        """Return (points, memory peaks); the points include the time lost to full memory."""
+    def _with_pressure(self, points: Sequence[Point]) -> tuple[list[Point], list[MemoryPrediction | None]]:
+        """Return (points, predicted memory peaks), both in the order of ``points``.
+
+        The returned points include the time that a configuration loses because memory is nearly full.
+        """
         memories, limit = self._memory.predict(points), self.capacity_bytes
         pressed = [
             point
@@ -236,7 +241,7 @@ class Predictor:
             half_width = outcome.value("half_width")
             noise = _UNKNOWN_NOISE if half_width is None else max(half_width / 1.96, 0.002)
             phases = {name: value / 1e6 for name in PHASES if (value := outcome.value(name))}
-            found.append(Timing(self._pressed([point])[0][0], seconds, noise, phases))
+            found.append(Timing(self._with_pressure([point])[0][0], seconds, noise, phases))
         return found
 
 

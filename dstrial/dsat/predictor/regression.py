@@ -33,7 +33,10 @@ _MAX_ROUNDS, _CONVERGED = 20, 0.003  # rounds end when no sum of parts changes b
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """What is known about one quantity: the sizes of its parts, and its effects."""
+    """What is known about a quantity: the sizes of its parts, and its effects.
+
+    An effect is a relative error that similar quantities share (``Effects``).
+    """
 
     parts: tuple[float, ...]
     effects: Effects
@@ -50,7 +53,7 @@ class Sample:
 
 
 class Regression:
-    """Predicts quantities after having learned factors and effects from ``samples``.
+    """Predicts quantities, such as seconds or bytes, from measured ``samples``.
 
     A quantity is a sum of known parts, each times a factor; effects multiply the sum. ``priors`` are the (mean, relative standard
     deviation) of each factor before any sample. ``is_scaled`` multiplies the prior means by the median ratio of measured to
@@ -80,7 +83,7 @@ class Regression:
             self._learn([*exact, *bounds])
 
     def predict(self, rows: Sequence[Row]) -> tuple[_Floats, _Floats]:
-        """Return (medians, relative standard deviations) of the rows' quantities."""
+        """Return (medians, relative standard deviations) of the predicted quantities."""
         if not rows:
             return np.zeros(0), np.zeros(0)
         parts = _parts(rows)

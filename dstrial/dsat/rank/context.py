@@ -15,7 +15,7 @@ import determined as det
 import torch.distributed
 
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, classify, failure_line, outcome_to_json
-from dstrial.dsat.rank.microbench import with_machine
+from dstrial.dsat.rank.microbench import with_machine_speed
 from dstrial.dsat.rank.statistics import SamplingLimits
 from dstrial.dsat.rank.step_timer import MeasurementDone, NumericError, StepTimer
 from dstrial.engine.engine_hooks import observe_engines
@@ -128,7 +128,7 @@ def _report_failure(error: BaseException, timer: StepTimer) -> None:
 
 
 def _finish(timer: StepTimer, core_context: Any, op: Any, steps_completed: int | None) -> None:
-    measured = with_machine(timer.result(), hyperparameters_of_trial().get(SETTINGS_KEY), timer.dtype)
+    measured = with_machine_speed(timer.result(), hyperparameters_of_trial().get(SETTINGS_KEY), timer.dtype)
     steps = steps_completed if steps_completed is not None else int(measured.metrics["num_steps"])
     report(measured, core_context, steps)
     # A loop that ends by itself may have completed the operation, which must not be completed twice.

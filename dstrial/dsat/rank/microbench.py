@@ -26,7 +26,9 @@ _FEW_BYTES = 4096  # size of the collectives that measure latency
 _REPEATS = 5  # a time is the median of so many
 
 
-def with_machine(measured: Measured, settings: Mapping[str, Any] | None, dtype: torch.dtype) -> Measured:
+def with_machine_speed(
+    measured: Measured, settings: Mapping[str, Any] | None, dtype: torch.dtype
+) -> Measured:
     """Return a measurement, with the machine's speed added if ``settings`` ask for it.
 
     Ranks: all, collectively.

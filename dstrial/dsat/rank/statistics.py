@@ -66,14 +66,17 @@ class SamplingLimits:
 
 
 class Sampling:
-    """Collects times of windows of consecutive steps until enough steps are timed."""
+    """Collects times of steps until enough are timed.
+
+    Steps are timed in windows: several consecutive steps together.
+    """
 
     def __init__(self, limits: SamplingLimits) -> None:
         self._limits = limits
         self._windows: list[tuple[int, float]] = []  # (number of steps, seconds of one step)
 
     def add(self, num_steps: int, seconds: float) -> None:
-        """Add a window of ``num_steps`` steps that took ``seconds`` together."""
+        """Add ``num_steps`` consecutive steps that took ``seconds`` together."""
         self._windows.append((num_steps, seconds / num_steps))
 
     @property
@@ -103,7 +106,7 @@ class Sampling:
         return windows[warm_from([time_s for _, time_s in windows]) :]
 
     def next_steps(self) -> int:
-        """Return the number of steps of the next window; 0 if enough are timed."""
+        """Return how many steps to time together next; 0 if enough are timed."""
         limits = self._limits
         if not self._windows:
             return 1

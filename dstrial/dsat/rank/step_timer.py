@@ -31,7 +31,7 @@ _MAX_SKIPPED_SHARE = 0.5  # of a window's steps; if more are skipped for overflo
 
 
 class Mode(enum.IntEnum):
-    """Parts of a measurement: count FLOPs, time windows, time phases, end."""
+    """Parts of a measurement: count FLOPs, time whole steps, time phases, end."""
 
     PROFILE = 0
     WINDOW = 1
@@ -149,7 +149,7 @@ class StepTimer:
         return result
 
     def stepped(self, engine: Any) -> None:
-        """Count a step; at the end of a window, begin the next one, which rank 0 chooses.
+        """Count a step; after enough steps, rank 0 decides what all ranks measure next.
 
         Ranks: all, collectively.
         """
@@ -253,7 +253,7 @@ class StepTimer:
         return Mode.DONE, 0
 
     def _agree(self, mode: Mode, steps: int) -> tuple[Mode, int]:
-        """Return rank 0's mode and number of steps. Ranks: all, collectively."""
+        """Return (what rank 0 measures next, in how many steps). Ranks: all, collectively."""
         if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
             return mode, steps
         decision = torch.tensor([int(mode), steps], device=self._accelerator.current_device_name())
