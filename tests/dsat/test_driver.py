@@ -24,10 +24,10 @@ from dstrial.dsat.backends.base import Ended
 from dstrial.dsat.backends.local import LocalBackend
 from dstrial.dsat.backends.trial_spec import TrialSpec, full_config
 from dstrial.dsat.config import SearchConfig, with_parallel
-from dstrial.dsat.core.candidate import Candidate
+from dstrial.dsat.core.candidate import BatchSplit, Candidate
 from dstrial.dsat.core.journal import SearchRecord, SearchStatus
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, TrialResult, best_of
-from dstrial.dsat.driver import Driver
+from dstrial.dsat.driver import FLOPS_RULE, Driver, mismatch_with_request, with_model_flops
 from dstrial.dsat.report import summary
 from dstrial.errors import ConfigError, LaunchError, SearchError
 
@@ -468,3 +468,35 @@ def test_ignored_configuration_ends_search_with_missing_call(
         assert "correct what failed, and pass --fresh" in printed, again
         end, driver, _ = _run(settings, world)
         trials = list(driver.trials.values())
+
+
+def test_uncounted_flops_come_from_dry_run_or_rule() -> None:
+    nothing = Measured({"throughput": 8.0, "num_params": 1e9})
+
+    described = with_model_flops(nothing, None, flops_per_record=1e12, num_replicas=4)
+    ruled = with_model_flops(nothing, None, num_replicas=4)
+    second = with_model_flops(Measured({"throughput": 16.0, "num_params": 1e9}), ruled)
+
+    assert described.value("FLOPS_per_gpu") == 2e12
+    assert not described.value(FLOPS_RULE)
+    assert ruled.value("FLOPS_per_gpu") == 6e9 * 8 / 4
+    assert second.value("FLOPS_per_gpu") == 6e9 * 16 / 4
+    assert second.value(FLOPS_RULE)
+
+
+def test_mismatch_with_requested_configuration_is_user_error() -> None:
+    candidate = Candidate(2, (), BatchSplit(4, 2, 16))
+    obedient = {"train_micro_batch_size_per_gpu": 4.0, "gradient_accumulation_steps": 2.0, "zero_stage": 2.0}
+
+    assert mismatch_with_request(Measured(obedient), candidate) is None
+    assert mismatch_with_request(Measured({"throughput": 1.0}), candidate) is None
+    assert (
+        mismatch_with_request(Measured({**obedient, "zero_stage": 1.0, "num_engines": 2.0}), candidate)
+        is None
+    )
+    failure = mismatch_with_request(
+        Measured({**obedient, "train_micro_batch_size_per_gpu": 8.0, "zero_stage": 1.0}), candidate
+    )
+    assert failure is not None
+    assert failure.kind is FailureKind.USER_ERROR
+    assert "train_micro_batch_size_per_gpu 8, zero_stage 1; expected 4, 2" in failure.message
