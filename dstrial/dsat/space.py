@@ -381,7 +381,7 @@ def _stages_path(paths: Sequence[str], hyperparameters: Mapping[str, Any], sizes
 
 
 def _redivide_batch(batch: BatchSplit, sizes: ParallelDims, *, is_free: bool) -> BatchSplit:
-    """Return the same micro batch size for the number of replicas of other parallel sizes."""
+    """Return batch sizes with the same micro batch for another number of replicas."""
     micro = batch.micro_batch_size
     if is_free:
         accumulation = max(batch.accumulation, enough_accumulation(sizes.pp))

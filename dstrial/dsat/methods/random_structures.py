@@ -311,8 +311,8 @@ class RandomConfigSearch(BinarySearch):
     """Draws ZeRO stages and settings at random, and micro batches near mid-range.
 
     After a trial with stage 1 or 2 has run, stage 3 is not tried any more, because it communicates more. The trials of the same
-    settings, a *lineage*, end after ``trials_per_random_config`` trials or if no micro batch fits. It also ends if one of its
-    trials has failed, and another lineage of the same stage has run with a micro batch at or above this lineage's upper end.
+    settings, a *lineage*, end after ``trials_per_random_config`` trials or if no micro batch fits. They also end if one of
+    them has failed, and another lineage of the same stage has run with a micro batch at or above this lineage's upper end.
 
     The range of a new lineage begins at the best micro batch of its stage, and ends below sizes known not to fit.
     """
