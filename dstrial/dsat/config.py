@@ -21,7 +21,6 @@ from dstrial.config.experiment_config.entrypoint import find_script, trial_spec
 from dstrial.config.parallel_dims import batch_replicas
 from dstrial.dsat.cli import SearchFlags
 from dstrial.dsat.core.candidate import HYPERPARAMETERS
-from dstrial.dsat.core.outcome import smaller_is_better
 from dstrial.dsat.methods.base import MethodOptions
 from dstrial.dsat.space import ZERO, Space
 from dstrial.errors import ConfigError, ConfigProblem
@@ -63,10 +62,6 @@ class SearchConfig:
     def num_slots(self) -> int:
         """Number of ranks of every trial, at least 1."""
         return max(self.experiment.slots_per_trial, 1)
-
-    @property
-    def smaller_is_better(self) -> bool:
-        return smaller_is_better(self.flags.metric)
 
 
 def read_config(flags: SearchFlags) -> SearchConfig:

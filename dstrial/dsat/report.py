@@ -30,10 +30,10 @@ from dstrial.visible_text import size_text
 
 Document = Mapping[str, Any]
 
-FORMAT = 1  # version of the report's fields
+_FORMAT = 1  # version of the report's fields
 REPORT_NAMES = ("report.json", "report.md")
 """Names of the JSON and the Markdown report in the directory of a search."""
-UNITS = {
+_UNITS = {
     "throughput": "samples/s",
     "FLOPS_per_gpu": "FLOP/s per device",
     "latency": "µs",
@@ -115,11 +115,11 @@ def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResu
     measured = [trial.outcome for trial in trials if isinstance(trial.outcome, Measured)]
     model = {name: one.metrics[name] for one in measured[:1] for name in _MODEL if name in one.metrics}
     return {
-        "format": FORMAT,
+        "format": _FORMAT,
         "name": facts.name,
         "method": facts.method,
         "metric": metric,
-        "unit": UNITS[metric],
+        "unit": _UNITS[metric],
         "smaller_is_better": smaller_is_better(metric),
         "reason": facts.reason,
         "is_finished": facts.is_finished,

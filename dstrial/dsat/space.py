@@ -132,7 +132,7 @@ class Space:
         assert checked.batch is not None
         self._effective = checked.effective
         self._own_warnings = frozenset(checked.warnings)
-        self._stage: int = checked.effective[ZERO]["stage"] or 0
+        self.own_stage: int = checked.effective[ZERO]["stage"] or 0
         batch = checked.batch
         self._own_batch = BatchSplit(
             batch.train_micro_batch_size_per_gpu, batch.gradient_accumulation_steps, batch.train_batch_size
@@ -158,14 +158,10 @@ class Space:
             )
         self.replicas = batch.data_parallel_size
         legal = (0, 1) if sizes.has_pipeline_engine else ALL_STAGES
-        self.stages = tuple(stage for stage in sorted(set(stages)) if stage in legal) or (self._stage,)
+        self.stages = tuple(stage for stage in sorted(set(stages)) if stage in legal) or (self.own_stage,)
         self._reasons: dict[str, str | None] = {}
         self._refusals: dict[tuple[int, str, str], str | None] = {}
         self._checked: dict[str, CheckResult] = {}
-
-    @property
-    def own_stage(self) -> int:
-        return self._stage
 
     @property
     def bytes_per_value(self) -> int:
@@ -174,11 +170,11 @@ class Space:
 
     def own(self) -> Candidate:
         """Return the user's own configuration."""
-        return Candidate(self._stage, (), self._own_batch, is_own=True)
+        return Candidate(self.own_stage, (), self._own_batch, is_own=True)
 
     def smallest(self) -> Candidate:
         """Return the user's own configuration with the smallest micro batch."""
-        return Candidate(self._stage, (), self.batch_size_grid.split(0))
+        return Candidate(self.own_stage, (), self.batch_size_grid.split(0))
 
     def knobs(self, stage: int) -> tuple[Knob, ...]:
         """Return the keys that vary in a ZeRO stage (*knobs*), each with the values to try.

@@ -13,6 +13,7 @@ from dstrial.config.documents import yaml_text
 from dstrial.config.secrets import SecretNames, secrets_in
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.candidate import Candidate, layered
+from dstrial.dsat.core.outcome import smaller_is_better
 from dstrial.dsat.methods import PREDICT
 from dstrial.file_writes import replace_file
 from dstrial.local.script_variables import AROUND_FIT_KEY, BENCHMARK_KEY, MEASURING_KEY, SETTINGS_KEY
@@ -126,7 +127,7 @@ def _single_experiment(
         "searcher": {
             "name": "single",
             "metric": settings.flags.metric,
-            "smaller_is_better": settings.smaller_is_better,
+            "smaller_is_better": smaller_is_better(settings.flags.metric),
             "max_length": {"batches": num_batches},
         },
         "max_restarts": 0,

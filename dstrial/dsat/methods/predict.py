@@ -66,7 +66,7 @@ class PredictSearch:
         self.forecasts: dict[int, Mapping[str, Any]] = {}
         self._refused: set[Structure] = set()
         self._refused_groups: set[tuple[Any, ...]] = set()
-        self._acquisition = Acquisition(self.groups, self.predictor)
+        self._acquisition = Acquisition(self.predictor)
         self._is_finished = False
 
     # ---- the contract of a method ----------------------------------------------------------------
@@ -305,8 +305,8 @@ class Acquisition:
     at a time while the predicted cost falls. All configurations that it visits are proposed.
     """
 
-    def __init__(self, groups: ConfigGroups, predictor: Predictor) -> None:
-        self._groups, self._predictor = groups, predictor
+    def __init__(self, predictor: Predictor) -> None:
+        self._groups, self._predictor = predictor.groups, predictor
         self._ends: dict[tuple[Any, ...], Structure] = {}  # group -> where its last descent ended
         self._seen: dict[Candidate, Prediction] = {}  # what the descents of this call have visited
         self._positions: Sequence[int] = ()

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.distributed
 from deepspeed.accelerator import get_accelerator
 
-from dstrial.dsat.core.outcome import Measured
 from dstrial.dsat.predictor.hardware import METRIC_PREFIX
-from dstrial.local.script_variables import BENCHMARK_KEY
 
 _SIZES = (256, 512, 1024, 2048, 4096, 8192)  # rows of the square matrices that are multiplied
 _LONG_ENOUGH_S = (
@@ -24,18 +21,6 @@ _COPIED_BYTES = {"cpu": 2**24, "device": 2**28}
 _SENT_BYTES = {"cpu": 2**22, "device": 2**27}
 _FEW_BYTES = 4096  # size of the collectives that measure latency
 _REPEATS = 5  # a time is the median of so many
-
-
-def with_machine_speed(
-    measured: Measured, settings: Mapping[str, Any] | None, dtype: torch.dtype
-) -> Measured:
-    """Return a measurement, with the machine's speed added if ``settings`` ask for it.
-
-    Ranks: all, collectively.
-    """
-    if not (settings or {}).get(BENCHMARK_KEY):
-        return measured
-    return Measured({**measured.metrics, **measure_machine(dtype)})
 
 
 def measure_machine(dtype: torch.dtype) -> dict[str, float]:

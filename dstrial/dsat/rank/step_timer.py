@@ -92,11 +92,10 @@ class FirstMicroBatch:
 class StepTimer:
     """Measures the steps of a rank's engines while they train.
 
-    With ``ends_process``, the last measured step raises ``MeasurementDone``, which ends a user's script.
+    The last measured step raises ``MeasurementDone``, which ends the process.
     """
 
-    def __init__(self, limits: SamplingLimits, *, ends_process: bool = False) -> None:
-        self._ends_process = ends_process
+    def __init__(self, limits: SamplingLimits) -> None:
         self._sampling = Sampling(limits)
         self._engines: list[Any] = []
         self._accelerator = get_accelerator()
@@ -113,10 +112,6 @@ class StepTimer:
         self._window_steps = 1
         self.mode = Mode.PROFILE
         self.phase = "init"
-
-    @property
-    def is_done(self) -> bool:
-        return self.mode is Mode.DONE
 
     @property
     def dtype(self) -> torch.dtype:
@@ -154,13 +149,13 @@ class StepTimer:
         Ranks: all, collectively.
         """
         self.phase = "training"
-        if engine is not self._engines[0] or self.is_done:
+        if engine is not self._engines[0] or self.mode is Mode.DONE:
             return
         self.num_observed_steps += 1
         self._steps_left -= 1
         if self._steps_left > 0:
             return
-        if self._end_window() is Mode.DONE and self._ends_process:
+        if self._end_window() is Mode.DONE:
             raise MeasurementDone(0)
 
     def result(self) -> Measured:
