@@ -15,6 +15,7 @@ from dstrial.dsat.predictor.hardware import DEVICES
 PLAN = "plan"
 """The subcommand that predicts for other hardware, and measures nothing."""
 
+# Method or ``plan`` -> its line in the help.
 _SUMMARIES = {
     PREDICT: "predict all configurations from dry runs, measure only those that may be best (the default method)",
     "asha": "random settings, each with a binary search for the largest micro batch; ASHA gives the best settings more trials",
@@ -22,6 +23,7 @@ _SUMMARIES = {
     "random": "random settings with random micro batches",
     PLAN: "predict which configurations fit and are fastest on other hardware; measures nothing",
 }
+# Patterns of ``parse_duration`` (hours, minutes, seconds) and ``parse_bytes`` (number, prefix, i).
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
 _BYTES = re.compile(r"(\d*\.?\d+)\s*([KMGT]?)(I?)B?")
 

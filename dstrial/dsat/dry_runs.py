@@ -26,12 +26,14 @@ from dstrial.local.script_variables import MEASURING_KEYS
 
 DRY_RUNS_DEADLINE_S = 900.0  # of all dry runs together
 _MAX_PARALLEL = 4  # dry runs at the same time
+# Why some models are not dry-run, for the user.
 _PIPELINE_NOTE = "pipelines have no predicted times; `dstrial memory` tells what each stage takes"
 _GROUPS_NOTE = "dry runs have no tensor- or sequence-parallel groups: set their sizes to 1 in the config; --space tries others"
 
 Target = Literal["cpu", "cuda"]
 """``cpu`` has one kind of memory; ``cuda`` has device and host memory."""
 RequestOf = Callable[[Structure], DryRunRequest]
+"""Returns the request to dry-run a configuration, given without its batch sizes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

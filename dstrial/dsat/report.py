@@ -28,11 +28,12 @@ from dstrial.file_writes import replace_file
 from dstrial.local.json_files import write_json_atomically
 from dstrial.visible_text import size_text
 
-Document = Mapping[str, Any]
+Document = Mapping[str, Any]  # a report as JSON values
 
 _FORMAT = 1  # version of the report's fields
 REPORT_NAMES = ("report.json", "report.md")
 """Names of the JSON and the Markdown report in the directory of a search."""
+# Metric that a search can optimize -> its unit.
 _UNITS = {
     "throughput": "samples/s",
     "FLOPS_per_gpu": "FLOP/s per device",
@@ -50,9 +51,7 @@ _LIVE_ROW = (
     *("trial_id", "description", "is_own", "state", "why", "seconds", "value", "throughput", "step_s"),
     *("memory_bytes", "predicted", "experiment"),
 )
-_MAX_LIVE_ROWS = (
-    200  # newest trials in a live report; the best, the own and the Pareto-optimal ones are added
-)
+_MAX_LIVE_ROWS = 200  # newest trials of a live report; the best, own and Pareto-optimal trials are added
 _LONGEST_LIVE_TEXT = 500  # characters of a failure's message
 # Metric that describes the model or the device -> its name in the Markdown report.
 _MODEL = {
@@ -60,6 +59,7 @@ _MODEL = {
     "activation_bytes_per_record": "activations of a record",
     "device_memory_bytes": "device memory",
 }
+# Headings of the table of all trials in the Markdown report.
 _COLUMNS = (
     "trial",
     "",
@@ -71,11 +71,12 @@ _COLUMNS = (
     "why it was measured",
 )
 
+# Metric -> what it means, for texts with both throughputs.
 _RATES = {
     "end_to_end_throughput": "end to end (all steps, with the data loader)",
     "throughput": "by the median step",
 }
-_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))  # (least number, SI prefix)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.search.random_state import SearchRandom
 
 ZERO = "zero_optimization"
-ALL_STAGES = (0, 1, 2, 3)
+ALL_STAGES = (0, 1, 2, 3)  # of ZeRO
 
 _BUCKETS = tuple(factor * 10**power for power in (6, 7, 8, 9) for factor in (1, 5))  # numbers of elements
 _SWITCH = (True, False)

@@ -36,14 +36,15 @@ from dstrial.errors import ConfigError, ConfigProblem, DstrialError
 
 logger = logging.getLogger("dstrial.dsat")
 
-_POLL_PERIOD_S = 1.0
+_POLL_PERIOD_S = 1.0  # between two polls of the experiments
 _RETRY_S = 2.0  # between two attempts to reach the master
 _LOG_WAIT_AFTER_S = 15.0  # a shorter wait for slots is not logged
-_NOTES_BEGIN = "Report of a search of dsat (JSON; do not edit):\n"
+_NOTES_BEGIN = "Report of a search of dsat (JSON; do not edit):\n"  # of notes that dsat has written
 _T = TypeVar("_T")
-_UNAVAILABLE_STATUS = (502, 503, 504)
+_UNAVAILABLE_STATUS = (502, 503, 504)  # HTTP status codes of a proxy whose master is unreachable
 _OUTAGE_ERRORS: tuple[type[Exception], ...] = (errors.BadRequestException, OSError)
 """Exceptions that may mean an unreachable master; ``_is_outage`` decides."""
+# States of experiments, and of trials that have their slots.
 _WAITING_STATES = (ExperimentState.PAUSED, ExperimentState.ACTIVE, ExperimentState.QUEUED)
 _RUNNING_STATES = ("RUNNING", "STATE_RUNNING")
 _CANCELED_STATES = (

@@ -34,7 +34,7 @@ from dstrial.local.script_variables import HPARAMS_VARIABLE, RESULT_VARIABLE
 
 _MAX_ATTEMPTS = 2  # a trial during which the search was killed so often counts as out of memory
 _IMPORT_TIMEOUT_S = 60.0  # for the fork server to import torch
-_SERVER = OwnForkServer(["dstrial.launch.imported_ahead"])
+_SERVER = OwnForkServer(["dstrial.launch.imported_ahead"])  # forks launchers that have torch imported
 # (signal, seconds that the launcher has to end). The launcher kills its ranks at the second SIGINT.
 _END_SIGNALS = ((signal.SIGINT, 1.0), (signal.SIGINT, 20.0), (signal.SIGKILL, 20.0))
 

@@ -26,9 +26,10 @@ from dstrial.errors import DstrialError, SearchError
 
 logger = logging.getLogger("dstrial.dsat")
 
-_POLL_PERIOD_S = 0.5
+_POLL_PERIOD_S = 0.5  # between two requests for new events
 _FINISH_TIMEOUT_S = 20.0  # for the trial's last event: the trial's budget ends after the command's
 _STORE_TIMEOUT_S = 60.0  # for the trial to store its result files in a checkpoint
+# States of an experiment whose trial runs no more.
 _ENDED_STATES = (
     ExperimentState.CANCELED,
     ExperimentState.DELETED,

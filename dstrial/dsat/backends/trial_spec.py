@@ -18,6 +18,7 @@ from dstrial.dsat.methods import PREDICT
 from dstrial.file_writes import replace_file
 from dstrial.local.script_variables import AROUND_FIT_KEY, BENCHMARK_KEY, MEASURING_KEY, SETTINGS_KEY
 
+# Modules that entrypoints and commands name.
 _SCRIPT_MODULE = "dstrial.dsat.rank.standalone_script"
 _SEARCH_MODULE = "dstrial.dsat.search_trial"
 _LAUNCHER = "dstrial.launch"

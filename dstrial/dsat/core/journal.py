@@ -42,7 +42,7 @@ from dstrial.local.json_files import (
 )
 from dstrial.local.run_directory import utc_now
 
-DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # ``OSError.errno`` of a disk without space
 SEARCH_FILE = "dsat_search.json"
 """File in the context directory of a trial that runs a whole search: the flags, and the events so far."""
 EVENTS_GROUP = "dsat"

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 from dstrial.dsat.core.candidate import Candidate
 
+# Metrics that a search can optimize.
 METRICS_TO_MINIMIZE = ("forward", "backward", "latency")
 METRICS_TO_MAXIMIZE = ("throughput", "FLOPS_per_gpu")
 METRIC_NAMES = (*METRICS_TO_MINIMIZE, *METRICS_TO_MAXIMIZE)
@@ -24,6 +25,7 @@ METRIC_NAMES = (*METRICS_TO_MINIMIZE, *METRICS_TO_MAXIMIZE)
 FAILURE_MARK = "DSTRIAL_DSAT_FAILURE "  # in a log, begins a rank's description of its failure as JSON
 
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+# Texts of error messages and logs, by the kind of failure that they mean.
 _TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMGT]iB)")
 _DEVICE_OOM = re.compile(
     r"OutOfMemoryError|(CUDA|HIP|XPU|NPU|MPS)[^\n]{0,40}out of memory|CUBLAS_STATUS_ALLOC_FAILED"
@@ -42,8 +44,8 @@ _BAD_CONFIG = re.compile(
     r"Unable to JIT load the \w+ op|CUDAMismatchException|Ninja is required to load"
 )
 _NUMERIC = re.compile(r"FloatingPointError|loss scale already at minimum|NumericError|[Ll]oss is (nan|inf)")
-_MASTERS_PREFIX = re.compile(r"^\[\d{4}-[^\]]*\] \S+ (\[rank=\d+\] )?\|\| ")
-_FAILED_FIRST = re.compile(r"rank \d+ failed first \((killed by)?")
+_MASTERS_PREFIX = re.compile(r"^\[\d{4}-[^\]]*\] \S+ (\[rank=\d+\] )?\|\| ")  # of a log line on a master
+_FAILED_FIRST = re.compile(r"rank \d+ failed first \((killed by)?")  # a line of the launcher
 _NO_ROOM = re.compile(
     r"No space left on device|[Dd]isk quota exceeded|\[Errno (28|122)\]|"
     r"PytorchStreamWriter failed writing file|database or disk is full"

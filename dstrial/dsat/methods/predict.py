@@ -29,10 +29,8 @@ _NEW, _FAR = 2.0, 2.0
 """``_NEW`` multiplies the worth of a measurement if its group has not run with a micro batch within a factor of ``_FAR``,
 because such a measurement improves the predictions of many candidates."""
 _PROGRESS = 1.005  # a measurement is progress if it divides the best cost so far by more than this
-_SURE_TO_FIT = (
-    0.98  # while nothing has run, a configuration with this probability counts as fitting into memory
-)
-_MAX_REFUSED = 2  # failed configurations after which their group is excluded
+_SURE_TO_FIT = 0.98  # probability from which a configuration counts as fitting while nothing has run
+_MAX_REFUSED = 2  # number of failed settings after which their group is excluded
 # After these failures, an equal candidate may be measured: smaller buckets may fit, although nothing else differs.
 _MAY_REPEAT = (FailureKind.COMMUNICATION, FailureKind.DEVICE_OOM)
 # To predict the time of a trial: most steps, least seconds of all steps, seconds to build an engine.

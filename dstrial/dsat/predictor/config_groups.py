@@ -11,6 +11,7 @@ from dstrial.dsat.core.candidate import BatchSplit, Candidate
 from dstrial.dsat.predictor.features import ZeroFeatures
 from dstrial.dsat.space import KNOBS, KNOWN_PATHS, ZERO, Space, Structure, useful_values, width_of
 
+# Keys that enable offloading; keys whose value is a size -> their last part.
 _OFFLOADS = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
 _SIZES = {knob.path: knob.path.rpartition(".")[2] for knob in KNOBS if knob.counts_params}
 _MAX_BASES = 96  # most groups that are searched

@@ -31,6 +31,7 @@ _KNOBS = (
     *_SIZES,
     *("host_share", "is_overlapping", "is_contiguous", "has_reduce_scatter", "is_round_robin"),
 )
+"""Fields of ``ZeroFeatures`` that may vary between configurations of the same stage and offloading."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -171,10 +172,7 @@ _MIN_OVERHEAD = 0.1  # share of the operations' overhead that a busy device does
 _UNSTREAMED = 0.3  # share of the prefetched parameters that still overlap without ``overlap_comm``
 _STEP_SHARE = 0.35  # the optimizer's share of the operations of a step with one micro batch
 _FULL = 0.9  # share of the device's memory above which its allocator frees and allocates again; assumed
-_COPIED_IN, _COPIED_OUT = (
-    2.0,
-    0.8,
-)  # number of memory copies of a gradient with contiguous gradients, and without
+_COPIED_IN, _COPIED_OUT = 2.0, 0.8  # copies of each gradient in memory, with contiguous gradients and without
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

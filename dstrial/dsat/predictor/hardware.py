@@ -106,7 +106,7 @@ DEVICES: dict[str, Device] = {
 _REACHED = 0.7  # share of a published rate that large operations reach; assumed
 # Assumed, too: ``Machine.hides``; start of an operation; latency of a collective inside a machine and between machines.
 _HIDDEN_ON_DEVICES, _OPERATION_S, _CALL_S, _NETWORK_CALL_S = 0.7, 6e-6, 12e-6, 25e-6
-_HOST_BYTES_PER_S = 15e9
+_HOST_BYTES_PER_S = 15e9  # one rank's share of the bandwidth of host memory
 
 
 def nominal_machine(

@@ -14,6 +14,7 @@ UNDESCRIBED = "nothing"  # ``PredictInputs.described_by`` if no dry run succeede
 NUM_BATCHES = 4  # a dry run uses the largest of so many first batches of the training loader
 
 _COUNTED_AT = 4  # micro batch size at which FLOPs of a record are counted
+# Classes that run a trial or a script in a dry run.
 _TRIAL = "dstrial.dsat.rank.workloads:TrialWorkload"
 _SCRIPT = "dstrial.dsat.rank.workloads:ScriptWorkload"
 

@@ -10,6 +10,7 @@ from dstrial.dsat.predictor.plan import PROBABILITY
 from dstrial.engine.dryrun.values import DryRunResult
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")  # of a training's device memory
+# Part of a training's memory -> what makes it smaller.
 _REMEDIES = {
     "parameters": "ZeRO stage 3 divides them",
     "gradients": "ZeRO stage 2 divides them",

@@ -36,7 +36,7 @@ _STEP_FACTORS: dict[str, tuple[float, float]] = {
 two thirds of the speed of large matrix products; optimizers read their state more than once."""
 # Relative standard deviations of effects on time; docs/explanation/dsat-model.md lists them.
 _GROUP, _GROUP_SLOPE, _STAGE, _PHASE = 0.09, 0.04, 0.01, 0.05  # slope: for each factor 8 of the micro batch
-_KNOB, _SWITCH, _STRUCTURE, _MICRO = 0.004, 0.02, 0.004, 0.01
+_KNOB, _SWITCH, _STRUCTURE, _MICRO = 0.004, 0.02, 0.004, 0.01  # structure: settings without batch sizes
 _TREND, _USUAL_SIZE = 0.008, 1e8  # trend: for each factor 10 of a bucket's elements
 _UNKNOWN_SETTING = 0.06
 _PHASE_NOISE = 0.001  # share of the whole step, because the device is synchronised at the edges of a phase
@@ -187,9 +187,7 @@ _SCATTERED = 0.03  # share of memory that gradients outside a contiguous buffer 
 _WASTE_NOISE, _MAX_WASTE, _BEYOND = 0.01, 0.1, 0.5
 """Waste is log(bytes that the allocator holds / bytes of tensors). Of waste above ``_MAX_WASTE`` only half counts, because the
 allocator could free the other half."""
-_NEAR = (
-    0.85  # this share of the fewest bytes that ran out of memory is expected to run out, unless more have run
-)
+_NEAR = 0.85  # a peak above this share of the lowest that ran out is expected to run out, unless more ran
 _MEASURED_PHASES = {"forward": ("forward", "gather"), "backward": ("backward", "reduce"), "step": ("step",)}
 """Phase of a measurement -> phases of a dry run within it."""
 

@@ -13,12 +13,10 @@ from deepspeed.accelerator import get_accelerator
 from dstrial.dsat.predictor.hardware import METRIC_PREFIX
 
 _SIZES = (256, 512, 1024, 2048, 4096, 8192)  # rows of the square matrices that are multiplied
-_LONG_ENOUGH_S = (
-    0.02  # no larger matrices after a product that takes so long, because they reach no higher rate
-)
+_LONG_ENOUGH_S = 0.02  # products that take longer reach no higher rate, so no larger ones are tried
 _NUM_OPERATIONS = 300  # operations on a tiny tensor, of which the mean time is taken
-_COPIED_BYTES = {"cpu": 2**24, "device": 2**28}
-_SENT_BYTES = {"cpu": 2**22, "device": 2**27}
+_COPIED_BYTES = {"cpu": 2**24, "device": 2**28}  # size of the copies that measure bandwidth of memory
+_SENT_BYTES = {"cpu": 2**22, "device": 2**27}  # size of the collectives that measure bandwidth
 _FEW_BYTES = 4096  # size of the collectives that measure latency
 _REPEATS = 5  # a time is the median of so many
 

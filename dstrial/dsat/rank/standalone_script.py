@@ -26,7 +26,7 @@ from dstrial.local.script_variables import STAND_IN_CLUSTER, KnownExperiment, re
 from dstrial.ranks.identity import RankIdentity, identify
 from dstrial.ranks.stop_signals import StopSignals
 
-_NO_MASTER = "http://localhost:1"
+_NO_MASTER = "http://localhost:1"  # Determined's API needs a URL, but nothing connects to it
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
