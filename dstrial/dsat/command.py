@@ -105,8 +105,9 @@ def _make_backend(
 ) -> Backend | RemoteSearch:
     """Return the backend that will run the trials of a search with these settings.
 
-    If method ``predict`` tunes a trial class and one machine has enough slots for a trial, the whole search runs in one trial on
-    the master. ``master`` returns the backend of a Determined master; it is not called for a search on this machine.
+    A search of a trial class by method ``predict`` runs as one trial on the master. This needs a machine with enough slots for a
+    trial; otherwise each trial is an experiment. ``master`` returns the backend of a Determined master; it is not called for a
+    search on this machine.
     """
     if settings.flags.local:
         from dstrial.dsat.backends.local import LocalBackend

@@ -289,8 +289,8 @@ def with_batch_sizes(experiment: ExperimentConfig) -> tuple[dict[str, Any], tupl
     """Return (DeepSpeed config with numbers as batch sizes, warnings).
 
     A number in the config has priority, as in ``get_hf_args_with_overwrites``. For a Hugging Face Trainer, options in the
-    entrypoint come next, then hyperparameters of the same name (also below ``training_arguments``), then the Trainer's
-    defaults, with a warning.
+    entrypoint come next. Hyperparameters of the same name (also below ``training_arguments``) follow. The Trainer's defaults come
+    last, with a warning.
 
     Raises:
         ConfigError: only the script knows the sizes; the message says what to write, and where.

@@ -1,7 +1,7 @@
 """Dry-run the model of a search in child processes.
 
-A dry run executes one training step on fake tensors. Configurations that differ only in settings whose effect dsat computes have
-the same compute graph, so one dry run serves them all. This module does not import torch.
+A dry run executes one training step on fake tensors. Settings whose effect dsat computes do not change the compute graph. So one
+dry run serves all configurations that differ only in these. This module does not import torch.
 """
 
 from __future__ import annotations

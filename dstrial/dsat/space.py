@@ -452,8 +452,8 @@ def with_neutral_values(
 def refusal(found: CheckResult, candidate: Candidate, own_warnings: Collection[str]) -> str | None:
     """Return why a configuration is illegal; None if it is legal.
 
-    It is illegal if ``found``, the result of DeepSpeed's rules for it, has an error, or if one of its settings has no effect.
-    ``own_warnings`` are warnings about the user's own config, which are ignored.
+    ``found`` is the result of DeepSpeed's rules for the configuration, which is illegal if ``found`` has an error. It is also
+    illegal if one of its settings has no effect. ``own_warnings`` are warnings about the user's own config, which are ignored.
     """
     if found.problems:
         return str(found.problems[0])

@@ -63,7 +63,7 @@ class SearchOnMaster:
     def events(self) -> list[dict[str, Any]]:
         """Return the search's events since the last call; submit the search if none runs.
 
-        Before the next call, the caller must append these events to the constructor's ``record``: a search that is submitted
+        Before the next call, the caller must append these events to the constructor's ``record``. A search that is submitted
         again resumes from there.
         """
         if self._experiment is None and not self._find():

@@ -90,8 +90,8 @@ def measuring_spec(settings: SearchConfig, candidate: Candidate, trial_id: int, 
 def search_config(settings: SearchConfig, search_id: str) -> TrialSpec:
     """Return the trial that runs a whole search: a ``single`` experiment.
 
-    The experiment has the user's ``max_restarts``, which limits restarts of this trial, not those of the ranks that the search
-    starts within the trial.
+    The experiment has the user's ``max_restarts``, which limits restarts of this trial. It does not limit those of ranks that the
+    search starts in the trial.
     """
     label = f"dsat-{search_id}-search"
     does = "measures one configuration after the other"

@@ -131,8 +131,8 @@ class BatchSizeGrid:
     """The micro batch sizes that a search may try, in ascending order.
 
     A *position* is the index of a size, from 0. With a fixed ``train_batch_size``, the sizes are the divisors of
-    ``train_batch_size / replicas``. If it is None, every size up to 4096 is allowed, and the global batch size is the micro batch
-    size times ``accumulation`` times ``replicas``.
+    ``train_batch_size / replicas``. If it is None, every size up to 4096 is allowed. Then the global batch size is the micro
+    batch size times ``accumulation`` times ``replicas``.
     """
 
     def __init__(self, train_batch_size: int | None, replicas: int, accumulation: int) -> None:

@@ -1,8 +1,8 @@
 """Method ``predict``: measure only configurations that are predicted to be fast.
 
-Configurations of one *group* have the same ZeRO stage, the same offload devices and the same values of those ``--space`` keys
-whose effect is unknown. A *structure* is a configuration without its batch sizes. docs/explanation/dsat-model.md has the
-equations.
+Configurations of one *group* have the same ZeRO stage and the same offload devices. They also have the same values of those
+``--space`` keys whose effect is unknown. A *structure* is a configuration without its batch sizes. docs/explanation/dsat-model.md
+has the equations.
 """
 
 from __future__ import annotations
@@ -90,8 +90,9 @@ class PredictSearch:
     def _learn_failure(self, candidate: Candidate, kind: FailureKind) -> None:
         """Exclude the settings of a failed configuration from the search.
 
-        If two settings with the same stage, offloading and settings of unknown effect fail, and nothing of this kind has run,
-        all of the kind are excluded. A device's out-of-memory error and a first communication error exclude nothing.
+        A kind of configurations has one stage, one offloading and equal settings of unknown effect. After two failures of a kind
+        of which nothing has run, the whole kind is excluded. A device's out-of-memory error and a first communication error
+        exclude nothing.
         """
         failed = [one for one in self.observations.values() if isinstance(one.outcome, Failure)]
         is_first = sum(one.candidate == candidate for one in failed) == 1
@@ -275,7 +276,7 @@ def _is_unsure(best: tuple[Candidate, float, float], other: tuple[Candidate, flo
     """Return whether more measurements are needed to compare two configurations.
 
     Each argument is (configuration, mean cost, relative half-width of the mean). More are needed if the 95 % interval of the
-    costs' difference contains 0, and also a difference of more than a tie (1 %).
+    costs' difference contains 0, and also more than a tie (1 %).
     """
     difference, half_width = other[1] / best[1] - 1, math.hypot(best[2], other[2])
     return difference - half_width <= 0 and difference + half_width > TIE
@@ -299,8 +300,8 @@ def worth(prediction: Prediction, cost: float, num_failed: int = 0) -> float:
 class Acquisition:
     """Finds configurations that may be worth a measurement.
 
-    For each ZeRO stage, kind of offloading and value of a setting of unknown effect, coordinate descent changes one other setting
-    at a time while the predicted cost falls. All configurations that it visits are proposed.
+    For each combination of ZeRO stage, offloading and settings of unknown effect, a coordinate descent runs. It changes one other
+    setting at a time while the predicted cost falls. All configurations that it visits are proposed.
     """
 
     def __init__(self, predictor: Predictor) -> None:

@@ -138,7 +138,7 @@ class BinarySearch:
         """Return the index of the largest micro batch size that may fit with a ZeRO stage.
 
         The size is estimated from the first measurement, and multiplied by ``search_range_factor``. Without an estimate, it is
-        the largest size, or twice the user's own micro batch if the global batch size may change.
+        the largest size. If the global batch size may change, it is then twice the user's own micro batch.
         """
         sizes = self.space.batch_size_grid
         guess = None if self.info is None else largest_micro_batch(self.info, stage, self.space)
@@ -221,8 +221,8 @@ class BinarySearch:
     def _known_outcome(self, candidate: Candidate) -> Outcome | None:
         """Return the outcome of a candidate that need not be measured; None to measure it.
 
-        Such a candidate is illegal, equals one that was or is being measured, or needs at least the memory of one that ran out of
-        memory.
+        Such a candidate is illegal, or equals one that was or is being measured. It may also need at least the memory of one that
+        ran out of memory.
         """
         reason = self.space.illegal_reason(candidate)
         if reason is not None:
@@ -311,10 +311,10 @@ class RandomConfigSearch(BinarySearch):
     """Draws ZeRO stages and settings at random, and micro batches near mid-range.
 
     After a trial with stage 1 or 2 has run, stage 3 is not tried any more, because it communicates more. The trials of the same
-    settings, a *lineage*, end after ``trials_per_random_config`` trials or if no micro batch fits. They also end if one of
-    them has failed, and another lineage of the same stage has run with a micro batch at or above this lineage's upper end.
+    settings, a *lineage*, end after ``trials_per_random_config`` trials or if no micro batch fits. They also end if one of them
+    has failed, while another lineage of the stage ran with at least this lineage's largest micro batch.
 
-    The range of a new lineage begins at the best micro batch of its stage, and ends below sizes known not to fit.
+    The range of a new lineage begins at the best micro batch of its stage. It ends below sizes that did not fit.
     """
 
     def choose(self) -> Lineage:

@@ -129,8 +129,8 @@ class ZeroFeatures:
     def kept_elements(self, parameters: float) -> float:
         """Return how many gathered parameters stage 3 keeps between forward and backward.
 
-        ``parameters`` is the model's number of parameters. ZeRO keeps a parameter if at most
-        ``stage3_max_reuse_distance / 2`` follow it in forward: each of these is used twice before the parameter's backward.
+        ``parameters`` is the model's number of parameters. ZeRO keeps a parameter if at most ``stage3_max_reuse_distance / 2``
+        follow it in forward. Each of these is used twice before the parameter's backward.
         """
         if self.stage != 3:
             return 0.0
