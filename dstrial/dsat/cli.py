@@ -126,7 +126,7 @@ class SearchFlags:
     price: float | None = None
 
     def fingerprinted(self) -> dict[str, Any]:
-        """Return name -> value of the options that a command must repeat to resume a search."""
+        """Return the options that a command must repeat to resume a search."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in _RESUMING}
 
 
@@ -147,7 +147,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def with_method(words: Sequence[str]) -> list[str]:
-    """Return the command line; if it names no method, with the default method in front."""
+    """Return the command line, with the default method in front if none is named."""
     is_named = not words or words[0] in (*METHOD_NAMES, PLAN, "-h", "--help")
     return list(words) if is_named else [PREDICT, *words]
 

@@ -57,7 +57,7 @@ _RULE_PER_PARAMETER = 6  # FLOPs per parameter and record, in forward and backwa
 
 
 def recorded_inputs(record: SearchRecord) -> PredictInputs | None:
-    """Return the inputs of method ``predict`` that a search has recorded; None if none."""
+    """Return the recorded inputs of method ``predict``; None if there are none."""
     event = next((event for event in record.events() if event["event"] == "inputs"), None)
     return None if event is None else PredictInputs.from_json(event)
 

@@ -152,7 +152,7 @@ def _structures(groups: ConfigGroups) -> dict[str, Structure]:
 
 
 def _graph_key(groups: ConfigGroups, structure: Structure) -> str:
-    """Return a key; it is equal if two configurations presumably have one compute graph."""
+    """Return a key that presumably stands for one compute graph."""
     return json.dumps(groups.unknown_settings(structure))
 
 

@@ -158,7 +158,7 @@ def live_document(document: Document) -> dict[str, Any]:
 
 
 def pareto(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the ids of trials that no other trial beats in both throughput and memory.
+    """Return ids of trials that no other trial beats in both throughput and memory.
 
     ``rows`` are the report's trials. The ids are sorted by ascending memory.
     """
@@ -173,7 +173,7 @@ def pareto(rows: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def memory_bytes(measured: Measured) -> float | None:
-    """Return the peak bytes of the allocator, else of tensors, else of a rank's process.
+    """Return the peak bytes of the allocator, else of tensors, else of the process.
 
     None if none of these was measured.
     """
@@ -211,7 +211,7 @@ def _row(trial: TrialResult, metric: str, forecast: Mapping[str, Any] | None) ->
 
 
 def _is_certain(best: TrialResult | None, own: TrialResult | None, metric: str) -> bool:
-    """Return whether the gain of ``best`` exceeds the sum of both confidence half-widths."""
+    """Return whether ``best``'s gain exceeds the sum of both intervals' half-widths."""
     gain = gain_over(best, own, metric)
     outcomes = [trial.outcome for trial in (best, own) if trial is not None]
     widths = [one.value("half_width") or 0.0 for one in outcomes if isinstance(one, Measured)]
@@ -382,7 +382,7 @@ def _cell(text: str) -> str:
 def summary(
     record: SearchRecord, trials: Sequence[TrialResult], metric: str, *, reason: str, is_finished: bool
 ) -> str:
-    """Return the text that ends a search: trials, the best one, its gain, paths of files."""
+    """Return the text that ends a search: trials, the best, its gain, paths of files."""
     trials = with_means(trials)
     best = best_of(trials, metric)
     state = "finished" if is_finished else "not finished"

@@ -1,4 +1,4 @@
-"""The search space: the DeepSpeed keys that vary (*knobs*), and legal configurations.
+"""The search space: DeepSpeed keys that vary (*knobs*), legal configurations.
 
 A *structure* is a configuration without its batch sizes. ``dstrial.config.deepspeed_rules.check`` alone decides whether a
 configuration is legal and whether a key has any effect.
@@ -177,7 +177,7 @@ class Space:
         return Candidate(self.own_stage, (), self.batch_size_grid.split(0))
 
     def knobs(self, stage: int) -> tuple[Knob, ...]:
-        """Return the keys that vary in a ZeRO stage (*knobs*), each with the values to try.
+        """Return the keys that vary in a ZeRO stage, each with the values to try.
 
         These are the keys that dsat varies by default, and those of ``--space`` that have a legal value in this stage.
         """
@@ -243,7 +243,7 @@ class Space:
         return self._structure(stage, settings)
 
     def describe(self, candidate: Candidate) -> str:
-        """Return a line of text: stage, batch, and changes to the user's own configuration."""
+        """Return a line of text: stage, batch, changes to the user's own configuration."""
         batch = candidate.batch
         words = [f"stage {candidate.stage}, micro batch {batch.micro_batch_size} x {batch.accumulation}"]
         num_stages = self.sizes_of(candidate).pp
@@ -295,7 +295,10 @@ class Space:
         return self._sizes(candidate.settings)
 
     def sizes_problem(self, settings: Sequence[tuple[str, Any]]) -> str | None:
-        """Return why parallel sizes in ``settings`` divide no ranks or layers; None if they do."""
+        """Return why the parallel sizes in ``settings`` are impossible; None if possible.
+
+        They must divide the ranks, and pipeline stages must divide the layers.
+        """
         try:
             num_stages = self._sizes(settings).pp
         except ValueError as error:
@@ -304,7 +307,7 @@ class Space:
         return None if is_own else _layers_problem(num_stages, self._hyperparameters)
 
     def _sizes(self, settings: Sequence[tuple[str, Any]]) -> ParallelDims:
-        """Return the parallel sizes that ``settings`` make; raise ValueError if impossible."""
+        """Return the parallel sizes of ``settings``; raise ValueError if impossible."""
         changed = {self.axes[path]: value for path, value in settings if path in self.axes}
         for value in changed.values():
             if type(value) is not int:
@@ -431,7 +434,7 @@ def drop_dead_keys(merged: dict[str, Any], stage: int) -> None:
 def with_neutral_values(
     settings: Sequence[tuple[str, Any]], stage: int, base: Mapping[str, Any]
 ) -> tuple[tuple[str, Any], ...]:
-    """Return ``settings``, sorted, with the user's offloading disabled where it is illegal.
+    """Return ``settings``, sorted, with the user's offloading off if it is illegal.
 
     ``base`` is the user's DeepSpeed config. Its offloading is disabled if the ZeRO stage rejects it.
     """

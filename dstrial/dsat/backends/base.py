@@ -40,7 +40,7 @@ class Place(Protocol):
         """
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Store the results of a search that has ended; trials may run until :meth:`close`.
+        """Store the results of an ended search; trials may run until :meth:`close`.
 
         Args:
             results: name -> text of the search's result files; a backend may store them with its trials.

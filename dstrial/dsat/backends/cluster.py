@@ -269,7 +269,7 @@ class ClusterBackend:
         return [*files, *included]
 
     def find(self, label: str) -> Experiment | None:
-        """Return the newest experiment with a label; None if it was canceled, or is missing."""
+        """Return the newest experiment with a label; None if canceled or missing."""
         newest = max(self._labelled(label), key=lambda one: int(one.id), default=None)
         return None if newest is None or newest.state in _CANCELED_STATES else newest
 

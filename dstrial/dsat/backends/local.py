@@ -57,7 +57,7 @@ class _Launcher:
 
 
 class LocalBackend:
-    """Starts a launcher per trial, and writes the output of launcher and ranks to a file.
+    """Starts a launcher per trial, and writes the output of its ranks to a file.
 
     A launcher is a process that starts the ranks. The kernel kills launchers, and thereby their ranks, when this process ends.
     """

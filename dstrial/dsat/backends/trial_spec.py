@@ -1,4 +1,4 @@
-"""Experiment configs and command lines of a search's trials and of the full training."""
+"""Experiment configs and command lines of a search's trials and full training."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TrialSpec:
 
 
 def measuring_spec(settings: SearchConfig, candidate: Candidate, trial_id: int, search_id: str) -> TrialSpec:
-    """Return the trial that measures ``candidate``: a ``single`` experiment, no restarts."""
+    """Return a trial that measures ``candidate``: ``single``, without restarts."""
     flags = settings.flags
     num_batches = _MAX_BATCHES if settings.trial else max(flags.end_profile_step + 1, _MAX_STEPS)
     measuring: dict[str, Any] = {
@@ -107,7 +107,7 @@ def measured_config(settings: SearchConfig) -> dict[str, Any]:
 
 
 def full_config(settings: SearchConfig, candidate: Candidate) -> dict[str, Any]:
-    """Return the user's experiment config with the settings of ``candidate``, to train."""
+    """Return the experiment config of a full training with these settings."""
     config = copy.deepcopy(settings.written)
     config["hyperparameters"] = _hyperparameters(settings, candidate)
     return _with_pipeline_stages(config, settings, candidate)

@@ -152,7 +152,7 @@ class BatchSizeGrid:
         return _LARGEST_FREE_MICRO_BATCH - 1 if self.is_free else len(self._splits) - 1
 
     def split(self, position: int) -> BatchSplit:
-        """Return the batch sizes of a configuration with the micro batch size at this index."""
+        """Return the batch sizes with the micro batch size at this index."""
         if not self.is_free:
             return self._splits[position]
         micro = position + 1

@@ -90,7 +90,7 @@ class FailureKind(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
-    """The metrics that rank 0 of a trial measured; metrics it could not measure are missing.
+    """The metrics that rank 0 of a trial measured; unmeasured ones are missing.
 
     A search can optimize ``throughput`` (samples/s of all ranks), ``latency``, ``forward`` and ``backward`` (µs per batch) and
     ``FLOPS_per_gpu`` (model FLOP/s). ``rank.step_timer`` computes all metrics.
@@ -291,7 +291,7 @@ def mean_of(many: Sequence[Measured]) -> Measured:
 
 
 def with_means(trials: Sequence[TrialResult]) -> list[TrialResult]:
-    """Return the trials, with repeated measurements of a configuration merged into one.
+    """Return the trials, with repeated measurements of a configuration merged.
 
     The merged trial is the first of them, with the mean of their metrics and the sum of their seconds.
     """
@@ -340,7 +340,7 @@ def gain_over(best: TrialResult | None, own: TrialResult | None, metric: str) ->
 
 
 def relative_gain(value: float, own: float) -> float:
-    """Return the relative gain of score ``value`` over score ``own``; 0.1 means 10 % better.
+    """Return the relative gain of score ``value`` over ``own``; 0.1 is 10 % better.
 
     A score (see :func:`score`) of a time is negative, because a shorter time is better.
     """

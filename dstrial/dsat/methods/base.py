@@ -58,7 +58,7 @@ class ConfigSearch(Protocol):
 
     @property
     def forecasts(self) -> Mapping[int, Mapping[str, Any]]:
-        """Trial id -> what was predicted before the trial ran, as JSON values; may be empty."""
+        """Trial id -> what was predicted before the trial ran, as JSON values."""
 
     def start(self) -> list[Action]:
         """Return the first actions; called once, before any ``on_result``."""

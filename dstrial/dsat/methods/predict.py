@@ -201,7 +201,7 @@ class PredictSearch:
         return [one for one, _ in pairs if self._may_measure(one.candidate, tried)]
 
     def _worths(self, found: Sequence[Prediction], cost: float) -> Iterator[tuple[Prediction, float]]:
-        """Yield (prediction, its worth) of each prediction; ``cost`` is the best measured cost."""
+        """Yield (prediction, its worth), given ``cost``, the best measured cost."""
         failures = [one.outcome for one in self.observations.values() if isinstance(one.outcome, Failure)]
         num_failed = sum(failure.kind is FailureKind.DEVICE_OOM for failure in failures)
         sizes: dict[tuple[Any, ...], list[int]] = {}
@@ -339,7 +339,7 @@ class Acquisition:
         return list(self._seen.values())
 
     def _descend(self, starts: Iterable[Structure], cost: float | None) -> Structure | None:
-        """Return the settings at which a coordinate descent from the best of ``starts`` ends.
+        """Return the settings at which a descent from the best of ``starts`` ends.
 
         None if no configuration on the way is likely to reach ``cost``, the best measured cost.
         """

@@ -50,7 +50,7 @@ class Lineage:
 
 
 class BinarySearch:
-    """Draws settings at random, and finds the largest micro batch of each by bisection.
+    """Draws settings at random; finds the largest micro batch of each by bisection.
 
     The trials of one random choice are a *lineage*. A trial that runs raises the lower end of its lineage's range of micro batch
     sizes; an out-of-memory error lowers the upper end. A lineage whose range is empty gets no more trials. Throughput has no
@@ -82,14 +82,14 @@ class BinarySearch:
         return f"lineage {lineage.idx + 1}"
 
     def new_range(self, stage: int) -> tuple[int, int]:
-        """Return (lowest, highest) index of the micro batch sizes to try first with a stage.
+        """Return (lowest, highest) index of the sizes to try first with a ZeRO stage.
 
         The indices are those of ``Space.batch_size_grid``.
         """
         return 0, self.ceiling(stage)
 
     def position(self, lineage: Lineage) -> int:
-        """Return the index in ``Space.batch_size_grid`` of the size that a lineage tries next."""
+        """Return the grid index of the micro batch size that a lineage tries next."""
         return (lineage.low + lineage.high) // 2
 
     def learn(self, lineage: Lineage, position: int, value: float | None) -> None:
@@ -150,7 +150,7 @@ class BinarySearch:
         return self.space.first_position(highest)
 
     def new_lineage(self, stages: tuple[int, ...]) -> Lineage:
-        """Draw one of ``stages`` and settings at random; return the lineage of their trials."""
+        """Draw one of ``stages`` and settings; return the lineage of their trials."""
         stage = stages[self.random.integer_below(len(stages))]
         low, high = self.new_range(stage)
         structure = self.space.draw(self.random, stage, self._num_params)
@@ -280,7 +280,7 @@ class AshaSearch(BinarySearch):
         return f"lineage {lineage.idx + 1}, rung {lineage.rung}"
 
     def is_complete(self, lineage: Lineage) -> bool:
-        """Return whether a lineage (trials with the same settings) needs no more in its rung."""
+        """Return whether settings have had all trials of their rung."""
         return lineage.is_closed or len(lineage.history) >= self.trials_of(lineage.rung)
 
     def trials_of(self, rung: int) -> int:
@@ -289,7 +289,7 @@ class AshaSearch(BinarySearch):
         return int(options.min_binary_search_trials * options.divisor ** (options.asha_early_stopping + rung))
 
     def _promote(self) -> Lineage | None:
-        """Promote the best lineage that may be promoted to the next rung; return it or None."""
+        """Promote the best lineage that may rise to the next rung; return it or None."""
         for rung in reversed(range(self.options.max_rungs - 1)):
             finished = [
                 lineage

@@ -68,7 +68,7 @@ def zero_run(
 
 
 class _RankSizes(NamedTuple):
-    """What one rank has of the model, and the sizes that limit what it gathers and copies."""
+    """What a rank has of the model, and sizes of what it gathers and copies."""
 
     owned: float  # parameters whose optimizer state the rank has
     here: float  # those of them whose optimizer state is on the device
@@ -118,7 +118,7 @@ def _temporary_bytes(
 def _memory(
     trace: ModelTrace, zero: ZeroFeatures, gradients: float, *, is_accumulating: bool
 ) -> tuple[MemoryForm, float, dict[str, int]]:
-    """Return (memory peaks on device, bytes on host, part of training -> device bytes).
+    """Return (memory peaks on device, bytes on host, part -> device bytes).
 
     The parts are parameters, gradients, optimizer and buffers. ``gradients`` are the bytes of all gradients of the model.
     """

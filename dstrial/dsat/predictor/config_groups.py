@@ -100,7 +100,7 @@ class ConfigGroups:
         return (*self.setup(structure).group, self.unknown_settings(structure))
 
     def unknown_settings(self, structure: Structure) -> tuple[tuple[str, Any], ...]:
-        """Return (path, value) of each setting whose effect the predictor does not compute."""
+        """Return (path, value) of each setting whose effect is not computed."""
         return tuple((path, value) for path, value in structure.settings if path not in KNOWN_PATHS)
 
     def identity(self, candidate: Candidate, num_params: float | None = None) -> tuple[Any, ...]:
@@ -166,7 +166,7 @@ def structure_of(candidate: Candidate) -> Structure:
 
 
 def positions(space: Space, largest: int | None = None) -> Sequence[int]:
-    """Return the micro batch sizes to consider, as indices of ``space.batch_size_grid``.
+    """Return the micro batch sizes to try, as indices of ``space.batch_size_grid``.
 
     ``largest`` limits the sizes, in records, if the global batch size may change; None: no limit.
     """

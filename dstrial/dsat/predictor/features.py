@@ -1,4 +1,4 @@
-"""Split the step time and the memory of a configuration into parts, from a dry run.
+"""Split a configuration's step time and memory into parts, from a dry run.
 
 docs/explanation/dsat-model.md has the equations and their symbols.
 """
@@ -206,7 +206,7 @@ def step_parts(
     micro_batch_size: int,
     accumulation: int,
 ) -> StepParts:
-    """Return the predicted seconds of an optimizer step, split by their cause (``PARTS``).
+    """Return the predicted seconds of a step, split by their cause (``PARTS``).
 
     ``setup`` are the ZeRO settings of the configuration; ``run`` is a dry run of a similar configuration, with the ZeRO settings
     ``ran``. ``accumulation`` is the number of micro batches per optimizer step.
@@ -357,7 +357,7 @@ def _gathers(
 def _overheads(
     run: DryRunResult, machine: Machine, accumulation: int, computing: tuple[float, ...]
 ) -> list[float]:
-    """Return the seconds of each phase in which the device waits for operations to start.
+    """Return the seconds of each phase in which the device waits for operations.
 
     ``computing`` are the seconds of computation in each phase, which hide the start of operations.
     """
@@ -375,7 +375,7 @@ def _overheads(
 def _communication_s(
     run: DryRunResult, machine: Machine, setup: ZeroFeatures, ran: ZeroFeatures, accumulation: int
 ) -> list[tuple[float, float]]:
-    """Return the time of gradient reduction, of gathers, and of the step's communication.
+    """Return the times of reducing gradients, of gathers, and of the optimizer step.
 
     Each item is (seconds of moving bytes, seconds of starting calls), summed over a step's micro batches.
     """

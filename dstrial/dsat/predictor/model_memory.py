@@ -76,7 +76,7 @@ class Placement:
 
 
 def answer(placements: Sequence[Placement], capacity_bytes: float, deepspeed: str) -> list[str]:
-    """Return three lines that say how many devices suffice, and what needs most memory.
+    """Return three lines: how many devices suffice, and what needs most memory.
 
     ``capacity_bytes`` is the memory of one device. ``deepspeed`` describes the DeepSpeed config in the text.
     """

@@ -157,7 +157,7 @@ class StepModel:
         self._regression = Regression([_STEP_FACTORS[part] for part in PARTS], samples, is_scaled=is_scaled)
 
     def predict(self, points: Sequence[Point], phase: str | None = None) -> list[TimePrediction]:
-        """Return the predicted time of each configuration's step, or of a phase of the step."""
+        """Return the predicted time of each configuration's step, or of one phase."""
         medians, deviations = self._regression.predict([point.time_row(phase) for point in points])
         return [
             TimePrediction(float(median), float(deviation))

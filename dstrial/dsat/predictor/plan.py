@@ -51,7 +51,7 @@ class PlanRow:
         return hours, None if hours is None or price is None else hours * price * self.num_slots
 
     def cells(self, epoch_records: int, price: float | None) -> tuple[str, ...]:
-        """Return the texts for a table, in the order of ``columns``; for units see `epoch`."""
+        """Return the texts of a table's row, in the order of ``columns``."""
         hours, cost = self.epoch(epoch_records, price)
         rate = self.throughput if self.tokens_per_s is None else self.tokens_per_s
         margin = self.margin_bytes / _GIB

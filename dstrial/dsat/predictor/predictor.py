@@ -1,4 +1,4 @@
-"""Predict time and memory of configurations, and learn from the outcome of each trial."""
+"""Predict time and memory of configurations, and learn from each trial."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Predictor:
         self.time = StepModel(self._timings(), is_scaled=self.machine is None)
 
     def fantasize(self, candidates: Sequence[Candidate]) -> StepModel:
-        """Return a time model that takes the predicted times of ``candidates`` as measured.
+        """Return a time model that takes predicted times of ``candidates`` as measured.
 
         It serves to choose a further trial while these are still running.
         """
@@ -138,7 +138,7 @@ class Predictor:
         return result
 
     def cost(self, candidate: Candidate, outcome: Outcome | None) -> float | None:
-        """Return the measured cost, comparable with ``Prediction.cost``; None if unmeasured."""
+        """Return a measured cost, in the unit of ``Prediction.cost``; None if unmeasured."""
         if not isinstance(outcome, Measured):
             return None
         if self._phase is not None:

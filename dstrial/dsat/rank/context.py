@@ -75,7 +75,7 @@ def dsat_reporting_context(core_context: Any, op: Any, steps_completed: int | No
 
 
 def around_fit(core_context: Any) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that measures the steps of ``Trainer.fit`` in its block.
+    """Return a context manager that measures ``Trainer.fit`` in its block.
 
     Ranks: all, collectively.
     """
@@ -91,7 +91,7 @@ def _hyperparameters_of_trial() -> Mapping[str, Any]:
 
 
 def _report(measured: Measured, core_context: Any, steps_completed: int) -> None:
-    """Report a measurement to the core context, and to the result file of a local search.
+    """Report a measurement to the core context, and to a local search's result file.
 
     Ranks: any; only rank 0 reports.
     """

@@ -46,7 +46,9 @@ from dstrial.trial.runtime import ModelParallelUnit
 
 
 class TrialWorkload:
-    """A DeepSpeedTrial as a workload of a dry run (``engine.dryrun.measure.Workload``).
+    """A DeepSpeedTrial as a workload of a dry run.
+
+    It has the interface ``engine.dryrun.measure.Workload``.
 
     The batch is the largest of the loader's first ``num_batches``, or that in the file ``sample_batch``; ``trusts_code`` loads
     the file even if it holds other classes than tensors. ``num_stages`` is the number of pipeline stages.
@@ -104,7 +106,7 @@ class TrialWorkload:
         return self._current
 
     def _received(self, engine: PipelineEngine) -> Any:
-        """Return the input of a pipeline stage, computed by earlier layers on meta tensors."""
+        """Return a pipeline stage's input, computed by earlier layers on meta tensors."""
         dtype = compute_dtype(engine)
         with _disable_current_modes(), torch.no_grad(), torch.device("meta"):
             sent = tree_map_only(
@@ -294,7 +296,7 @@ def _core_api_off_cluster(
 
 
 class SingleRankContext(core.DummyDistributedContext):  # type: ignore[misc]  # determined ships no usable types for it
-    """Determined's distributed context of one of ``size`` ranks, without communication.
+    """Determined's distributed context of one of ``size`` ranks, not connected.
 
     Its collectives return what they would if all ranks passed the same value.
     """
