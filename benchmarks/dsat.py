@@ -27,9 +27,9 @@ from dsat_surfaces import FORMULAS, WORKLOADS, Grid, Surface
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import TIE, Failure, Measured, Outcome, relative_gain
 from dstrial.dsat.methods import search_method
-from dstrial.dsat.methods.base import Finish, MethodOptions, measures
+from dstrial.dsat.methods.base import Finish, Measure, MethodOptions
 from dstrial.dsat.predictor.inputs import PredictInputs
-from dstrial.dsat.space.space import Space
+from dstrial.dsat.space import Space
 
 METHODS = ("predict", "asha", "binary", "random", "oracle")
 """``oracle`` measures the configurations that are best by the formulas with their hidden constants."""
@@ -114,7 +114,7 @@ def searched(
     waiting, is_living = [], False
     actions = method.start()
     while True:
-        waiting += measures(actions)
+        waiting += [action for action in actions if isinstance(action, Measure)]
         if not waiting or any(isinstance(action, Finish) for action in actions):
             return trials, method.forecasts
         measure = waiting.pop(0)

@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from dsat_workloads import WORKLOADS, Workload
 
-from dstrial.dsat.driver.dry_runs import trace_space
+from dstrial.dsat.dry_runs import trace_space
 from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.predictor.hardware import DEVICES, nominal_machine
-from dstrial.dsat.space.space import Structure
+from dstrial.dsat.space import Structure
 from dstrial.engine.dryrun.values import DryRunRequest
 
 _DEADLINE_S = 7200.0

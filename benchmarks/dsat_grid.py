@@ -14,7 +14,7 @@ from dstrial.config.parallel_dims import ParallelDims
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
 from dstrial.dsat.predictor.config_groups import ConfigGroups
-from dstrial.dsat.space.space import Space
+from dstrial.dsat.space import Space
 
 _BENCHMARKED = 2  # trials of a search that report what their machine can do, too
 

@@ -31,7 +31,7 @@ from dsat_workloads import WORKLOADS, Workload
 
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
-from dstrial.dsat.space.space import Space
+from dstrial.dsat.space import Space
 
 __all__ = ["WORKLOADS", "Grid", "Optimum", "Surface", "Workload"]
 

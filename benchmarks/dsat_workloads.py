@@ -12,7 +12,7 @@ import dataclasses
 from typing import Any
 
 from dstrial.config.parallel_dims import ParallelDims
-from dstrial.dsat.space.space import Space
+from dstrial.dsat.space import Space
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from dstrial.dsat.predictor.hardware import DEVICES
 PLAN = "plan"
 """The subcommand that predicts for other hardware, and measures nothing."""
 
+# Method or ``plan`` -> its line in the help.
 _SUMMARIES = {
     PREDICT: "predict all configurations from dry runs, measure only those that may be best (the default method)",
     "asha": "random settings, each with a binary search for the largest micro batch; ASHA gives the best settings more trials",
@@ -22,6 +23,7 @@ _SUMMARIES = {
     "random": "random settings with random micro batches",
     PLAN: "predict which configurations fit and are fastest on other hardware; measures nothing",
 }
+# Patterns of ``parse_duration`` (hours, minutes, seconds) and ``parse_bytes`` (number, prefix, i).
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
 _BYTES = re.compile(r"(\d*\.?\d+)\s*([KMGT]?)(I?)B?")
 
@@ -124,7 +126,7 @@ class SearchFlags:
     price: float | None = None
 
     def fingerprinted(self) -> dict[str, Any]:
-        """Return name -> value of the options whose change begins a new search."""
+        """Return the options that a command must repeat to resume a search."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in _RESUMING}
 
 
@@ -145,12 +147,13 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def with_method(words: Sequence[str]) -> list[str]:
-    """Return the command line, with the default method in front if it names no method."""
+    """Return the command line, with the default method in front if none is named."""
     is_named = not words or words[0] in (*METHOD_NAMES, PLAN, "-h", "--help")
     return list(words) if is_named else [PREDICT, *words]
 
 
 def add_methods(subparsers: Any) -> None:
+    """Add a parser per search method, and that of ``plan``, to argparse's subparsers."""
     for method, summary in _SUMMARIES.items():
         parser = subparsers.add_parser(method, help=summary, description=summary)
         parser.add_argument("config_path", metavar="CONFIG.yaml", help="experiment config")
@@ -167,6 +170,7 @@ def add_methods(subparsers: Any) -> None:
 
 
 def flags_of(args: argparse.Namespace) -> SearchFlags:
+    """Return the options of a parsed command line."""
     # A plan has the flags of the method ``predict``.
     is_plan = args.search_method == PLAN
     values = {name: value for name, value in vars(args).items() if name in _DEFAULTS}

@@ -14,21 +14,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from dstrial.dsat.backends import make_backend
 from dstrial.dsat.backends.base import Backend, RemoteSearch
 from dstrial.dsat.backends.trial_spec import full_config, training_command, write_config
 from dstrial.dsat.cli import SearchFlags
 from dstrial.dsat.config import SearchConfig, read_config, with_parallel
 from dstrial.dsat.core.journal import DISK_FULL_ERRORS, SearchRecord
 from dstrial.dsat.core.outcome import TrialResult, best_of
-from dstrial.dsat.driver.driver import Driver, recorded_inputs
-from dstrial.dsat.driver.dry_runs import gather_inputs, target_here, trace_graphs
+from dstrial.dsat.driver import Driver, recorded_inputs
+from dstrial.dsat.dry_runs import DRY_RUNS_DEADLINE_S, gather_inputs, target_here, trace_graphs
 from dstrial.dsat.methods import PREDICT
 from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.predictor.hardware import DEVICES, nominal_machine
 from dstrial.dsat.predictor.inputs import PredictInputs
 from dstrial.dsat.predictor.plan import MAX_ROWS, PlanRow, columns, headline, make_plan, to_json
-from dstrial.dsat.report.live import summary
+from dstrial.dsat.report import summary
 from dstrial.errors import ConfigError, LaunchError, SearchError
 from dstrial.file_writes import replace_file
 from dstrial.local.checkpoint_directory import newest_checkpoint
@@ -40,8 +39,7 @@ from dstrial.resume.metadata import RESUME_VARIABLE
 if TYPE_CHECKING:
     from dstrial.dsat.backends.cluster import ClusterBackend
 
-_MAX_PARALLEL = 16  # trials at the same time, unless --max-concurrent-trials is given
-_DESCRIBING_S = 900.0  # time limit of all dry runs together
+_MAX_PARALLEL = 16  # most trials at the same time, unless --max-concurrent-trials is given
 
 EPILOG = (
     "Exit status: 0 if the search finished with a measurement; 1 if no measurement succeeded, or the config is wrong; "
@@ -86,7 +84,7 @@ def _search(settings: SearchConfig) -> int:
 
         @functools.cache
         def backend() -> Backend | RemoteSearch:
-            made = make_backend(settings, record, master)
+            made = _make_backend(settings, record, master)
             _print_line(f"trials run on: {made.describe()}")
             return made
 
@@ -100,6 +98,30 @@ def _search(settings: SearchConfig) -> int:
             return 128 + signal.SIGINT
         signals = stack.enter_context(noted_signals())
         return _run(settings, record, inputs, master, backend, signals)
+
+
+def _make_backend(
+    settings: SearchConfig, record: SearchRecord, master: Callable[[], ClusterBackend]
+) -> Backend | RemoteSearch:
+    """Return the backend that will run the trials of a search with these settings.
+
+    A search of a trial class by method ``predict`` runs as one trial on the master. This needs a machine with enough slots for a
+    trial; otherwise each trial is an experiment. ``master`` returns the backend of a Determined master; it is not called for a
+    search on this machine.
+    """
+    if settings.flags.local:
+        from dstrial.dsat.backends.local import LocalBackend
+
+        return LocalBackend(settings, record)
+    if (
+        settings.trial is None
+        or settings.method != PREDICT
+        or not master().has_machine_for(settings.num_slots)
+    ):
+        return master()
+    from dstrial.dsat.backends.search_on_master import SearchOnMaster
+
+    return SearchOnMaster(settings, master(), record)
 
 
 def _run(
@@ -130,7 +152,7 @@ def _run(
 def _num_parallel(
     settings: SearchConfig, record: SearchRecord, backend: Callable[[], Backend | RemoteSearch]
 ) -> int:
-    """Return how many trials run at once; a resumed search keeps its original number."""
+    """Return how many trials run at once; a resumed search keeps its first number."""
     path = record.path / "parallel.json"
     if path.exists():
         return int(path.read_text())
@@ -155,7 +177,7 @@ def _inputs(
         target = "cuda" if master().has_accelerators else "cpu"
     began_s, budget_s = time.monotonic(), settings.flags.budget
     # At least half of a budget is left for measurements.
-    deadline_s = _DESCRIBING_S if budget_s is None else min(_DESCRIBING_S, budget_s / 2)
+    deadline_s = DRY_RUNS_DEADLINE_S if budget_s is None else min(DRY_RUNS_DEADLINE_S, budget_s / 2)
     inputs = gather_inputs(settings, target=target, deadline_s=deadline_s, print_line=_print_line)
     for note in inputs.notes:
         if not note.startswith("described by"):  # already printed
@@ -167,8 +189,10 @@ def _inputs(
 def _train_best(
     settings: SearchConfig, record: SearchRecord, best: TrialResult, master: Callable[[], ClusterBackend]
 ) -> int:
-    """Train the best configuration on the master, or on this machine; return 0."""
-    # On this machine, the launcher replaces this process; the function returns only if the training is already complete.
+    """Train the best configuration on the master, or on this machine; return 0.
+
+    On this machine, a launcher replaces this process; the function returns only if the training was already complete.
+    """
     config = full_config(settings, best.candidate)
     path = record.path / "full_experiment.yaml"
     write_config(path, config)
@@ -209,7 +233,7 @@ def _print_line(line: str) -> None:
 
 
 def _planned(flags: SearchFlags) -> tuple[dict[int, SearchConfig], list[str]]:
-    """Return the settings for each number of ranks, and why other numbers are refused."""
+    """Return (number of ranks -> settings, reasons why other numbers are refused)."""
     planned: dict[int, SearchConfig] = {}
     refused: list[str] = []
     for num_slots in flags.slots or (None,):

@@ -21,10 +21,8 @@ from dstrial.config.experiment_config.entrypoint import find_script, trial_spec
 from dstrial.config.parallel_dims import batch_replicas
 from dstrial.dsat.cli import SearchFlags
 from dstrial.dsat.core.candidate import HYPERPARAMETERS
-from dstrial.dsat.core.outcome import smaller_is_better
 from dstrial.dsat.methods.base import MethodOptions
-from dstrial.dsat.space.knobs import ZERO
-from dstrial.dsat.space.space import Space
+from dstrial.dsat.space import ZERO, Space
 from dstrial.errors import ConfigError, ConfigProblem
 
 _NOT_IN_A_FILE = {
@@ -33,18 +31,18 @@ _NOT_IN_A_FILE = {
     "gradient_accumulation_steps": "Remove it: it follows from the global batch and the micro batch.",
     f"{ZERO}.stage": "Pass --zero-stages, with the stages to try.",
 }
-"""Path that a file of ``--space`` cannot name -> what to do instead."""
+"""Path that a ``--space`` file must not name -> what to do instead."""
 _TOTAL, _MICRO, _ = BATCH_KEYS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchConfig:
-    """The checked options, experiment, search space and method options of a search."""
+    """The checked settings of a search: options, experiment and search space."""
 
     method: str
     flags: SearchFlags
     experiment: ExperimentConfig
-    written: dict[str, Any]  # the experiment config as written, YAML values
+    written: dict[str, Any]  # the experiment config as the user has written it
     space: Space
     options: MethodOptions
     output: Path  # absolute directory of the search; ``--fresh`` may take another one beside it
@@ -64,10 +62,6 @@ class SearchConfig:
     def num_slots(self) -> int:
         """Number of ranks of every trial, at least 1."""
         return max(self.experiment.slots_per_trial, 1)
-
-    @property
-    def smaller_is_better(self) -> bool:
-        return smaller_is_better(self.flags.metric)
 
 
 def read_config(flags: SearchFlags) -> SearchConfig:
@@ -100,7 +94,7 @@ def read_config(flags: SearchFlags) -> SearchConfig:
                 extra=extra,
                 hyperparameters=experiment.hyperparameters,
             )
-            refused, doubtful = _values_refused(flags, space)
+            refused, doubtful = _space_value_problems(flags, space)
             problems += refused
             warnings = [*assumed, *_flag_warnings(flags), *doubtful]
     except ConfigError as error:
@@ -159,7 +153,7 @@ def _slug(name: str) -> str:
 
 
 def _flag_problems(flags: SearchFlags) -> Iterator[ConfigProblem]:
-    """Yield problems of options that are wrong for any experiment."""
+    """Yield problems of options that are wrong for every experiment."""
     if flags.start_profile_step > flags.end_profile_step:
         got, most = str(flags.start_profile_step), f"at most --end-profile-step ({flags.end_profile_step})"
         yield ConfigProblem("--start-profile-step", got, most, "Lower it, or raise --end-profile-step.")
@@ -210,8 +204,11 @@ def _experiment_problems(flags: SearchFlags, experiment: ExperimentConfig) -> It
             )
 
 
-def _values_refused(flags: SearchFlags, space: Space) -> tuple[list[ConfigProblem], list[str]]:
-    """Return problems (keys without a legal value) and warnings (illegal values)."""
+def _space_value_problems(flags: SearchFlags, space: Space) -> tuple[list[ConfigProblem], list[str]]:
+    """Return (problems, warnings) about the values of ``--space``.
+
+    A path without a legal value is a problem. An illegal value beside legal ones is a warning.
+    """
     problems: list[ConfigProblem] = []
     warnings: list[str] = []
     for path, values in space.extra.items():
@@ -289,11 +286,11 @@ def _as_size(value: Any) -> Any:
 
 
 def with_batch_sizes(experiment: ExperimentConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the DeepSpeed config with numeric batch sizes, and warnings.
+    """Return (DeepSpeed config with numbers as batch sizes, warnings).
 
     A number in the config has priority, as in ``get_hf_args_with_overwrites``. For a Hugging Face Trainer, options in the
-    entrypoint come next, then hyperparameters of the same name (also below ``training_arguments``), then the Trainer's
-    defaults, with a warning.
+    entrypoint come next. Hyperparameters of the same name (also below ``training_arguments``) follow. The Trainer's defaults come
+    last, with a warning.
 
     Raises:
         ConfigError: only the script knows the sizes; the message says what to write, and where.
@@ -325,7 +322,7 @@ def with_batch_sizes(experiment: ExperimentConfig) -> tuple[dict[str, Any], tupl
 def _with_arguments(
     filler: AutoValues, experiment: ExperimentConfig, sizes: Mapping[str, Any], findings: Diagnostics
 ) -> tuple[AutoValues, tuple[str, ...]]:
-    """Return a copy of ``filler`` with the hyperparameters' batch sizes, and warnings.
+    """Return (copy of ``filler`` with batch sizes of the hyperparameters, warnings).
 
     Only those sizes are added that neither the DeepSpeed config nor the entrypoint gives. Each warning names a size for which
     the Trainer's default is used.

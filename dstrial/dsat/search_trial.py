@@ -1,8 +1,8 @@
 """Run a whole search inside one trial on a master.
 
-``python3 -m dstrial.dsat.search_trial`` is the experiment's entrypoint. The context directory contains the experiment, the
-flags and the journal (the list of events) so far. Every event is reported to the master before the search acts on it; a
-restarted trial resumes from these events. The search starts and ends its ranks within the trial.
+``python3 -m dstrial.dsat.search_trial`` is the experiment's entrypoint. The context directory contains the experiment config,
+the flags and the search's events so far. Every event is reported to the master before the search acts on it; a restarted trial
+resumes from these events. The search starts and ends its ranks within the trial.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dstrial.dsat.cli import SearchFlags
 from dstrial.dsat.config import SearchConfig, read_config, with_parallel
 from dstrial.dsat.core.journal import EVENTS_GROUP, SEARCH_FILE, SearchRecord
 from dstrial.dsat.core.outcome import TrialResult
-from dstrial.dsat.driver.driver import Driver, recorded_inputs
+from dstrial.dsat.driver import Driver, recorded_inputs
 from dstrial.local.json_files import read_json
 from dstrial.ranks.stop_signals import noted_signals
 from dstrial.scratch import scratch_directory
@@ -91,7 +91,7 @@ def _settings(search: Mapping[str, Any], trial: det.TrialInfo, directory: Path) 
 
 
 class _Journal:
-    """Reads and writes the search's events, which the master stores as metric rows."""
+    """The search's events on the master, which stores them as rows of metrics."""
 
     def __init__(self, master: ClusterBackend, trial: det.TrialInfo) -> None:
         self._master = master
@@ -111,7 +111,7 @@ class _Journal:
         return {int(row.steps_completed): json.loads(row.metrics["event"]) for row in rows}
 
     def report(self, event: Mapping[str, Any]) -> None:
-        """Store an event on the master before returning."""
+        """Store an event on the master; return after the master has stored it."""
         # Determined's ``report_metrics`` would return earlier, and lose the event during an outage.
         number = self.num_events + 1
         values = {**event.get("metrics", {}), "event": json.dumps(event)}
@@ -138,7 +138,7 @@ class _Journal:
 
 
 class _Ranks(LocalBackend):
-    """Backend of a search inside a trial; publishes report and results on the master."""
+    """Runs the trials of a search inside a trial; publishes reports on the master."""
 
     def __init__(
         self,

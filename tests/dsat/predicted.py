@@ -11,7 +11,7 @@ from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.predictor.features import ZeroFeatures
 from dstrial.dsat.predictor.hardware import DEVICES, nominal_machine
 from dstrial.dsat.predictor.inputs import PredictInputs
-from dstrial.dsat.space.space import Space
+from dstrial.dsat.space import Space
 from dstrial.engine.dryrun.values import Collective, DryRunResult, Flops, Line, MemoryForm, PhaseMemory
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dstrial.config.deepspeed_rules.check import check_deepspeed
@@ -20,11 +20,11 @@ from dstrial.dsat.core.outcome import (
     outcome_to_json,
 )
 from dstrial.dsat.methods import search_method
-from dstrial.dsat.methods.base import Action, ConfigSearch, Finish, Measure, MethodOptions, measures
+from dstrial.dsat.methods.base import Action, ConfigSearch, Finish, Measure, MethodOptions
 from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.predictor.inputs import PredictInputs
-from dstrial.dsat.report.document import SearchFacts
-from dstrial.dsat.space.space import Space
+from dstrial.dsat.report import SearchFacts
+from dstrial.dsat.space import Space
 from dstrial.search.random_state import SearchRandom
 
 BASE = {
@@ -73,6 +73,10 @@ def surface(candidate: Candidate) -> Outcome:
             "peak_memory_bytes": peak - CONTEXT_BYTES,
         }
     )
+
+
+def measures(actions: Sequence[Action]) -> list[Measure]:
+    return [action for action in actions if isinstance(action, Measure)]
 
 
 class Played:

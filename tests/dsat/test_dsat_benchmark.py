@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,12 +33,3 @@ def test_predict_finds_best_of_recorded_grid(load: Any) -> None:
         assert benchmark.best_of(trials) == best
         assert all(isinstance(outcome, benchmark.Measured) for _, outcome, _ in trials)
         assert len(trials) <= 8
-
-
-def test_benchmark_prints_table_and_keeps_searches(load: Any, tmp_path: Path) -> None:
-    kept = tmp_path / "lines.json"
-    words = ["--workloads", "0", "--seeds", "1", "--methods", "predict", "asha", "--json", str(kept)]
-    load("dsat").main(words)
-    lines = [json.loads(text) for text in kept.read_text().splitlines()]
-    assert [(one["method"], one["seed"]) for one in lines] == [("predict", 0), ("asha", 0)]
-    assert all(one["first_close"] <= one["trials"] for one in lines)

@@ -94,7 +94,6 @@ def test_flags_parse_in_both_spellings(method: str, flags: dict[str, object]) ->
             found = getattr(_parse(method, "exp.yaml", ".", spelling, str(text)), name)
             assert found == value
             assert type(found) is type(value)
-    assert _parse("predict", "exp.yaml", ".", "--budget", "30m").budget == 1800.0
 
 
 def test_short_flags_and_switches_parse() -> None:
@@ -121,13 +120,41 @@ def test_read_config_collects_all_problems(experiment: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    ["--max-trials 0", "--divisor 1", "--search-range-factor 0", "--measure-seconds -1", "--budget x"],
+    ["--max-trials 0", "--divisor 1", "--search-range-factor 0", "--measure-seconds -1"],
 )
 def test_number_out_of_range_is_wrong_usage(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         _parse("asha", "exp.yaml", ".", *words.split())
 
     assert re.search(f"argument .*{words.split()[0]}", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "value"),
+    [
+        *(
+            ("budget", text, seconds)
+            for text, seconds in {"30m": 1800, "90s": 90, "1h30m": 5400, "45": 45}.items()
+        ),
+        *(("budget", text, None) for text in ("", "0s", "-3m", "soon")),
+        ("device-memory", "80GiB", 80 * 2**30),
+        ("device-memory", "24G", 24 * 10**9),
+        ("device-memory", "512 MiB", 2**29),
+        ("device-memory", "1000", 1000),
+        *(("device-memory", text, None) for text in ("", "lots", "0")),
+    ],
+)
+def test_durations_and_sizes_parse_with_units_only(
+    flag: str, text: str, value: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("predict" if flag == "budget" else "plan", "exp.yaml", ".", f"--{flag}={text}")
+    if value is not None:
+        assert getattr(_parse(*words), flag.replace("-", "_")) == value
+        return
+    with pytest.raises(SystemExit):
+        _parse(*words)
+    expected = {"budget": "expected a length of time", "device-memory": "expected 80GiB"}
+    assert expected[flag] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from dstrial.dsat.config import read_config, with_parallel
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.journal import SearchRecord
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
-from dstrial.dsat.driver.driver import Driver
+from dstrial.dsat.driver import Driver
 from dstrial.dsat.predictor.inputs import PredictInputs
 
 _SEARCH_ID = "0123abcd"

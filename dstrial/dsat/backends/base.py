@@ -1,4 +1,4 @@
-"""Interfaces of the classes that run a search's trials for the search driver."""
+"""Interfaces of backends, which run the trials of a search for the search driver."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dstrial.dsat.core.outcome import Outcome
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ended:
-    """A trial that has ended, with its outcome."""
+    """A trial that has ended: its measurement or failure, and how long it ran."""
 
     trial_id: int
     outcome: Outcome
@@ -20,7 +20,7 @@ class Ended:
 
 
 class Place(Protocol):
-    """Common part of the interfaces :class:`Backend` and :class:`RemoteSearch`.
+    """Where trials run: the common part of :class:`Backend` and :class:`RemoteSearch`.
 
     Attributes:
         num_parallel: number of trials that can run at once without slowing each other down; at least 1.
@@ -30,32 +30,32 @@ class Place(Protocol):
     def num_parallel(self) -> int: ...
 
     def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
-        """Replace the published report of the search, without blocking.
+        """Replace the report that users see while the search runs, without blocking.
 
         Args:
-            report: function that returns the report as JSON values; not called if reports cannot be published.
+            report: function that returns the report as JSON values; not called if the backend shows no reports.
 
         Returns:
             False if the caller should retry later, else True.
         """
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """End the search; running trials may continue until :meth:`close`.
+        """Store the results of an ended search; trials may run until :meth:`close`.
 
         Args:
             results: name -> text of the search's result files; a backend may store them with its trials.
         """
 
     def close(self) -> None:
-        """End all remaining trials."""
+        """End all trials that still run."""
 
     def describe(self) -> str:
-        """Return a text for the user that says where trials run."""
+        """Return a text that tells the user where trials run."""
 
 
 @runtime_checkable
 class RemoteSearch(Place, Protocol):
-    """A search that runs in a trial on a master, while this process copies its events."""
+    """A whole search that runs in a trial on a master; this process copies its events."""
 
     def events(self) -> list[dict[str, Any]]:
         """Return the events since the last call; the first call starts the search.
@@ -67,13 +67,13 @@ class RemoteSearch(Place, Protocol):
 
 
 class Backend(Place, Protocol):
-    """Interface of the classes that run a search's measuring trials; not thread-safe."""
+    """Runs the trials that a search in this process asks for; not thread-safe."""
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
-        """Start a trial, or reuse an earlier started trial with the label of ``spec``.
+        """Start a trial, or take over an earlier one with the label of ``spec``.
 
         Returns:
-            A handle of JSON values, which :meth:`adopt` takes after a restart of the search.
+            JSON values by which :meth:`adopt` finds the trial after a restart of the search.
 
         Raises:
             DstrialError: the backend cannot run trials.
@@ -84,8 +84,8 @@ class Backend(Place, Protocol):
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
         """Take over a trial that an earlier process of the same search started.
 
-        ``handle`` was returned by that process's :meth:`start`. Returns False if the trial is lost, so that the caller must
-        start the trial again.
+        ``handle`` is what :meth:`start` returned in that process. Returns False if the trial is lost, so that the caller must
+        start it again.
         """
 
     def poll(self) -> list[Ended]:

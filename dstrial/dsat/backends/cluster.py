@@ -36,13 +36,15 @@ from dstrial.errors import ConfigError, ConfigProblem, DstrialError
 
 logger = logging.getLogger("dstrial.dsat")
 
-_POLL_PERIOD_S = 1.0
-_RETRY_S = 2.0
-_LOG_WAIT_AFTER_S = 15.0
-_NOTES_BEGIN = "Report of a search of dsat (JSON; do not edit):\n"
+_POLL_PERIOD_S = 1.0  # between two polls of the experiments
+_RETRY_S = 2.0  # between two attempts to reach the master
+_LOG_WAIT_AFTER_S = 15.0  # a shorter wait for slots is not logged
+_NOTES_BEGIN = "Report of a search of dsat (JSON; do not edit):\n"  # of notes that dsat has written
 _T = TypeVar("_T")
-_UNAVAILABLE_STATUS = (502, 503, 504)
-_OUTAGE_ERRORS: tuple[type[Exception], ...] = (errors.BadRequestException, OSError)  # if ``_is_outage``
+_UNAVAILABLE_STATUS = (502, 503, 504)  # HTTP status codes of a proxy whose master is unreachable
+_OUTAGE_ERRORS: tuple[type[Exception], ...] = (errors.BadRequestException, OSError)
+"""Exceptions that may mean an unreachable master; ``_is_outage`` decides."""
+# States of experiments, and of trials that have their slots.
 _WAITING_STATES = (ExperimentState.PAUSED, ExperimentState.ACTIVE, ExperimentState.QUEUED)
 _RUNNING_STATES = ("RUNNING", "STATE_RUNNING")
 _CANCELED_STATES = (
@@ -105,9 +107,9 @@ class ClusterBackend:
 
     @property
     def num_parallel(self) -> int:
-        """Number of trials that can run at once, each on a separate agent; at least 1.
+        """Number of trials that can run at once, each on an agent of its own; at least 1.
 
-        If no agent has enough slots for a trial, a trial spans agents, and the slots of all agents count together.
+        If no agent has enough slots for a trial, trials span several agents. Then the slots of all agents count together.
         """
         slots = self._settings.num_slots
         with_room = sum(1 for agent in self._agents if len(agent.slots or {}) >= slots)
@@ -194,7 +196,7 @@ class ClusterBackend:
         return is_reachable
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Replace the published report with the final results, which the web page shows."""
+        """Replace the report on the master's web page with the final results."""
         try:
             if self._report_experiment is not None:
                 self.show_results(self._report_experiment, results)
@@ -202,7 +204,7 @@ class ClusterBackend:
             logger.warning("the report of the search cannot be published (%s)", error)
 
     def show_in(self, experiment: Experiment) -> None:
-        """Make :meth:`publish` write the search's report into this experiment's notes."""
+        """Let :meth:`publish` write the search's report into this experiment's notes."""
         self._report_experiment = experiment
 
     def show_results(self, experiment: Experiment, results: Mapping[str, str]) -> None:
@@ -215,7 +217,7 @@ class ClusterBackend:
             self.kill(trial_id)
 
     def create_full_experiment(self, config: Mapping[str, Any], search_id: str) -> int:
-        """Submit the full training once per search; return the id of its experiment."""
+        """Submit the full training, once per search; return the id of its experiment."""
         label = f"dsat-{search_id}-full"
         labels = [*(str(one) for one in config.get("labels") or []), label]
         found = self.retry_until_available(lambda: self.find(label))
@@ -228,8 +230,8 @@ class ClusterBackend:
     ) -> Experiment:
         """Submit an experiment exactly once, even if the master dies before it responds.
 
-        ``label`` must be in the config's ``labels``; a retry finds an already created experiment by this label. ``texts`` adds
-        files to the experiment's context directory: name -> text.
+        ``label`` must be in the config's ``labels``: a retry uses it to find an experiment that was already created. ``texts``
+        are files to add to the experiment's context directory: name -> text.
         """
         before = {one.id for one in self.retry_until_available(lambda: self._labelled(label))}
         is_repeated = False
@@ -252,6 +254,7 @@ class ClusterBackend:
         return self.retry_until_available(submit)
 
     def _model_definition(self) -> list[bindings.v1File]:
+        """Return the files of the context directory and of ``--include``."""
         files = list_context(self._settings.context_dir).v1_files()
         includes = [Path(path) for path in self._settings.flags.include]
         # The client would print its progress into the search's table.
@@ -305,7 +308,7 @@ class ClusterBackend:
 
     @contextlib.contextmanager
     def tolerate_outage(self) -> Iterator[None]:
-        """Suppress and log errors of an unreachable master."""
+        """Suppress and log errors of an unreachable master that the block raises."""
         try:
             yield
         except errors.UnauthenticatedException as error:
@@ -329,7 +332,10 @@ class ClusterBackend:
 
 
 def _is_outage(error: Exception) -> bool:
-    """Return whether an exception means an unreachable master, not a rejection."""
+    """Return whether an exception means that the master is unreachable.
+
+    Otherwise the master has rejected the request.
+    """
     # Source: ``determined.common.api._session`` 0.38.1, which also raises exceptions of ``requests``; these are OSErrors.
     if isinstance(error, errors.APIException):
         return error.status_code in _UNAVAILABLE_STATUS
@@ -338,8 +344,10 @@ def _is_outage(error: Exception) -> bool:
 
 
 def _outcome_of(submitted: _Submitted, num_slots: int) -> Outcome | None:
-    """Return the outcome of an experiment's trial; None if the trial has not ended."""
-    # Also stores in ``submitted`` the time at which the trial got its slots.
+    """Return the outcome of an experiment's trial; None if the trial has not ended.
+
+    Also stores in ``submitted`` the time at which the trial got its slots.
+    """
     experiment = submitted.experiment
     experiment.reload()
     state = experiment.state
@@ -403,7 +411,7 @@ def _file(name: str, text: str) -> bindings.v1File:
 
 
 def notes_of(fields: Mapping[str, Any]) -> str:
-    """Return experiment notes that hold a report or result files as JSON."""
+    """Return a text for an experiment's notes with ``fields`` as JSON."""
     return _NOTES_BEGIN + json.dumps(fields)
 
 
@@ -415,10 +423,10 @@ def _set_notes(experiment: Experiment, fields: Mapping[str, Any]) -> None:
 
 
 def is_report(notes: str) -> bool:
-    """Return whether notes come from :func:`notes_of`, not from a person."""
+    """Return whether an experiment's notes were written by dsat, not by a person."""
     return notes.startswith(_NOTES_BEGIN)
 
 
 def of_pool(agents: Sequence[bindings.v1Agent], pool: str) -> list[bindings.v1Agent]:
-    """Return the agents of a resource pool; all agents if none of them names the pool."""
+    """Return the agents of a resource pool; all agents if none belongs to the pool."""
     return [agent for agent in agents if pool in (agent.resourcePools or ())] or list(agents)

@@ -32,15 +32,17 @@ from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import RUNS_DIR_VARIABLE
 from dstrial.local.script_variables import HPARAMS_VARIABLE, RESULT_VARIABLE
 
-_MAX_ATTEMPTS = 2
-_IMPORT_TIMEOUT_S = 60.0
-_SERVER = OwnForkServer(["dstrial.launch.imported_ahead"])
+_MAX_ATTEMPTS = 2  # a trial during which the search was killed so often counts as out of memory
+_IMPORT_TIMEOUT_S = 60.0  # for the fork server to import torch
+_SERVER = OwnForkServer(["dstrial.launch.imported_ahead"])  # forks launchers that have torch imported
 # (signal, seconds that the launcher has to end). The launcher kills its ranks at the second SIGINT.
 _END_SIGNALS = ((signal.SIGINT, 1.0), (signal.SIGINT, 20.0), (signal.SIGKILL, 20.0))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Launcher:
+    """The process that starts the ranks of a trial."""
+
     process: subprocess.Popen[bytes] | ForkedProcess
     started_s: float
 
@@ -55,9 +57,9 @@ class _Launcher:
 
 
 class LocalBackend:
-    """Starts one launcher per trial, and writes the launcher's output to a file.
+    """Starts a launcher per trial, and writes the output of its ranks to a file.
 
-    The kernel kills launchers, and thereby their ranks, when this process ends.
+    A launcher is a process that starts the ranks. The kernel kills launchers, and thereby their ranks, when this process ends.
     """
 
     num_parallel = 1
@@ -74,7 +76,7 @@ class LocalBackend:
         return f"this machine, {self._settings.num_slots} rank(s) per trial, without a master"
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
-        """Queue a trial; return its attempt number as the handle for :meth:`adopt`.
+        """Queue a trial; return the number of its attempt, which :meth:`adopt` needs.
 
         The trial begins at the next :meth:`poll`, after the caller has recorded the attempt.
         """
@@ -82,10 +84,10 @@ class LocalBackend:
         return {"attempt": self._attempts.get(spec.trial_id, 0) + 1}
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
-        """Return whether a trial of a killed search has an outcome.
+        """Return whether a trial that ran when its search was killed has an outcome.
 
-        The outcome is the result that the trial's ranks wrote. If there is none, the first kill of the search repeats the trial;
-        the second counts as out of memory.
+        The outcome is the result that the trial's ranks wrote. If there is none, False lets the search repeat the trial once. If
+        the search was killed twice during the trial, the outcome is that the host ran out of memory.
         """
         self._attempts[spec.trial_id] = attempts = int(handle.get("attempt") or 0)
         if (measured := self._result_of(spec.trial_id)) is not None:

@@ -1,7 +1,7 @@
-"""Run a whole search inside one trial on a master, and copy the search's journal.
+"""Run a whole search inside one trial on a master, and copy the search's events.
 
-The trial's context has a file with the command line, the experiment and the journal (the list of events) so far. The trial
-reports further events as rows of metrics (group ``dsat``), which the submitting command appends to its own journal.
+The trial's context directory has a file with the command line, the experiment and the events so far. The trial reports further
+events as rows of metrics (group ``dsat``), which the submitting command appends to its own journal (file of events).
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from dstrial.errors import DstrialError, SearchError
 
 logger = logging.getLogger("dstrial.dsat")
 
-_POLL_PERIOD_S = 0.5
+_POLL_PERIOD_S = 0.5  # between two requests for new events
 _FINISH_TIMEOUT_S = 20.0  # for the trial's last event: the trial's budget ends after the command's
-_STORE_TIMEOUT_S = 60.0  # wait for the trial to store its files in a checkpoint
+_STORE_TIMEOUT_S = 60.0  # for the trial to store its result files in a checkpoint
+# States of an experiment whose trial runs no more.
 _ENDED_STATES = (
     ExperimentState.CANCELED,
     ExperimentState.DELETED,
@@ -62,8 +63,8 @@ class SearchOnMaster:
     def events(self) -> list[dict[str, Any]]:
         """Return the search's events since the last call; submit the search if none runs.
 
-        Before the next call, the caller must append these events to the ``SearchRecord`` that was passed to the constructor: a
-        resubmitted search resumes from this record.
+        Before the next call, the caller must append these events to the constructor's ``record``. A search that is submitted
+        again resumes from there.
         """
         if self._experiment is None and not self._find():
             if self._position:
@@ -81,7 +82,7 @@ class SearchOnMaster:
         return True
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Wait until the trial has stored its results; publish ``results`` on timeout."""
+        """Wait until the trial has stored its results; on timeout, publish ``results``."""
         if self._experiment is None:
             self._find()
         if self._wait(_FINISH_TIMEOUT_S, lambda: self._has_finished):
@@ -98,6 +99,7 @@ class SearchOnMaster:
     # ---- machinery -------------------------------------------------------------------------------
 
     def _wait(self, timeout_s: float, condition: Callable[[], bool]) -> bool:
+        """Read events until a condition holds or time is up; return whether it holds."""
         give_up_at_s = time.monotonic() + timeout_s
         while not (is_met := condition()) and time.monotonic() < give_up_at_s:
             self._read_events()
@@ -123,7 +125,11 @@ class SearchOnMaster:
         logger.info("experiment %d searches", self._experiment.id)
 
     def _restart(self) -> None:
-        """Submit the search again if its experiment had ended before; else raise."""
+        """Submit the search again if its experiment ended before this command; else raise.
+
+        Raises:
+            SearchError: the experiment ended unexpectedly while this command followed it.
+        """
         assert self._experiment is not None
         if self._has_finished or self._had_ended:  # finished: with a smaller budget than that of this command
             self._submit()
@@ -157,7 +163,7 @@ class SearchOnMaster:
         return {SEARCH_FILE: json.dumps(search)}
 
     def _read_events(self) -> list[dict[str, Any]]:
-        """Return new events of the trial; empty within half a second of the last read."""
+        """Return new events of the trial; none within half a second of the last read."""
         # The experiment's state is read before the events, so that no event of an ended trial is missed.
         experiment, found = self._experiment, []
         if experiment is None or self._is_ended or time.monotonic() < self._next_poll_s:

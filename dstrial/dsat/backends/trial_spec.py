@@ -1,4 +1,4 @@
-"""Experiment configs and command lines of a search's trials and the full training."""
+"""Experiment configs and command lines of a search's trials and full training."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from dstrial.config.documents import yaml_text
 from dstrial.config.secrets import SecretNames, secrets_in
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.candidate import Candidate, layered
+from dstrial.dsat.core.outcome import smaller_is_better
 from dstrial.dsat.methods import PREDICT
 from dstrial.file_writes import replace_file
 from dstrial.local.script_variables import AROUND_FIT_KEY, BENCHMARK_KEY, MEASURING_KEY, SETTINGS_KEY
 
+# Modules that entrypoints and commands name.
 _SCRIPT_MODULE = "dstrial.dsat.rank.standalone_script"
 _SEARCH_MODULE = "dstrial.dsat.search_trial"
 _LAUNCHER = "dstrial.launch"
 _LAUNCH_MODULES = (_LAUNCHER, "determined.launch.deepspeed", "determined.launch.torch_distributed")
 _AROUND_FIT = "dstrial.dsat.rank.context:around_fit"
-_MAX_STEPS = 1000  # of a script
-_MAX_BATCHES = 1_000_000  # of a trial class, whose loop ends when enough steps are measured
-_BENCHMARKED_TRIALS = 2  # the second trial measures the machine, too, because the first may fail
+_MAX_STEPS = 1000  # least length of the training of a script, in batches
+_MAX_BATCHES = 1_000_000  # length of the training of a trial class; it ends when enough steps are measured
+_BENCHMARKED_TRIALS = 2  # first trials that measure the machine's speed; two, because the first may fail
+# Keys of an experiment config that matter only to a full training.
 _TRAINING_KEYS = (
     "min_validation_period",
     "min_checkpoint_period",
@@ -38,16 +41,16 @@ _TRAINING_KEYS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialSpec:
-    """The experiment config, hyperparameters and label of a trial to start."""
+    """What a backend needs to start a trial: config, hyperparameters and label."""
 
     trial_id: int
     config: dict[str, Any]
-    hparams: dict[str, Any]  # as a trial reads them
+    hparams: dict[str, Any]  # plain values, without ``type: const``
     label: str  # unique per trial and search, to find the trial again
 
 
 def measuring_spec(settings: SearchConfig, candidate: Candidate, trial_id: int, search_id: str) -> TrialSpec:
-    """Return a ``single`` experiment without restarts, which measures ``candidate``."""
+    """Return a trial that measures ``candidate``: ``single``, without restarts."""
     flags = settings.flags
     num_batches = _MAX_BATCHES if settings.trial else max(flags.end_profile_step + 1, _MAX_STEPS)
     measuring: dict[str, Any] = {
@@ -70,37 +73,44 @@ def measuring_spec(settings: SearchConfig, candidate: Candidate, trial_id: int, 
     label = f"dsat-{search_id}-{trial_id}"
     config = {
         **measured_config(settings),
-        **_single(settings, label, f"dsat trial {trial_id}", settings.space.describe(candidate), num_batches),
+        **_single_experiment(
+            settings, label, f"dsat trial {trial_id}", settings.space.describe(candidate), num_batches
+        ),
         "entrypoint": entrypoint,
         "hyperparameters": hparams,
     }
-    return TrialSpec(trial_id, _with_stages(config, settings, candidate), _concrete(settings, hparams), label)
+    return TrialSpec(
+        trial_id,
+        _with_pipeline_stages(config, settings, candidate),
+        _plain_hyperparameters(settings, hparams),
+        label,
+    )
 
 
 def search_config(settings: SearchConfig, search_id: str) -> TrialSpec:
-    """Return the ``single`` experiment whose trial runs the whole search.
+    """Return the trial that runs a whole search: a ``single`` experiment.
 
-    The experiment has the user's ``max_restarts``, which limits restarts of this trial, not those of the ranks that the search
-    starts within the trial.
+    The experiment has the user's ``max_restarts``, which limits restarts of this trial. It does not limit those of ranks that the
+    search starts in the trial.
     """
     label = f"dsat-{search_id}-search"
     does = "measures one configuration after the other"
-    single = _single(settings, label, "dsat search", does, settings.options.max_trials)
+    single = _single_experiment(settings, label, "dsat search", does, settings.options.max_trials)
     del single["max_restarts"]
     config = {**measured_config(settings), **single, "entrypoint": f"python3 -m {_SEARCH_MODULE}"}
     return TrialSpec(0, config, {}, label)
 
 
 def measured_config(settings: SearchConfig) -> dict[str, Any]:
-    """Return the experiment config without keys that matter only to a full training."""
+    """Return the user's experiment config without keys of a full training."""
     return {key: value for key, value in copy.deepcopy(settings.written).items() if key not in _TRAINING_KEYS}
 
 
 def full_config(settings: SearchConfig, candidate: Candidate) -> dict[str, Any]:
-    """Return the user's experiment config with the candidate's settings, for training."""
+    """Return the experiment config of a full training with these settings."""
     config = copy.deepcopy(settings.written)
     config["hyperparameters"] = _hyperparameters(settings, candidate)
-    return _with_stages(config, settings, candidate)
+    return _with_pipeline_stages(config, settings, candidate)
 
 
 def write_config(path: Path, config: Mapping[str, Any]) -> None:
@@ -108,7 +118,9 @@ def write_config(path: Path, config: Mapping[str, Any]) -> None:
     replace_file(path, yaml_text(config), is_private=bool(secrets_in(config, SecretNames())))
 
 
-def _single(settings: SearchConfig, label: str, name: str, does: str, num_batches: int) -> dict[str, Any]:
+def _single_experiment(
+    settings: SearchConfig, label: str, name: str, does: str, num_batches: int
+) -> dict[str, Any]:
     return {
         "name": f"{settings.experiment.name} ({name})",
         "description": f"dsat {settings.method}: {does}"[:200],
@@ -116,14 +128,16 @@ def _single(settings: SearchConfig, label: str, name: str, does: str, num_batche
         "searcher": {
             "name": "single",
             "metric": settings.flags.metric,
-            "smaller_is_better": settings.smaller_is_better,
+            "smaller_is_better": smaller_is_better(settings.flags.metric),
             "max_length": {"batches": num_batches},
         },
         "max_restarts": 0,
     }
 
 
-def _with_stages(config: dict[str, Any], settings: SearchConfig, candidate: Candidate) -> dict[str, Any]:
+def _with_pipeline_stages(
+    config: dict[str, Any], settings: SearchConfig, candidate: Candidate
+) -> dict[str, Any]:
     if settings.space.stages_path is None:
         return config
     num_stages = settings.space.sizes_of(candidate).pp
@@ -131,7 +145,10 @@ def _with_stages(config: dict[str, Any], settings: SearchConfig, candidate: Cand
 
 
 def training_command(settings: SearchConfig, config_path: str, python: str) -> list[str]:
-    """Return the command that trains or measures an experiment on this machine."""
+    """Return the command that trains or measures an experiment on this machine.
+
+    ``config_path`` is the experiment config; ``python`` is the interpreter.
+    """
     launch = [python, "-m", _LAUNCHER, "--slots", str(settings.num_slots)]
     launch += ["--config", config_path, "--context-dir", "."]
     if settings.trial is not None:
@@ -164,7 +181,7 @@ def _hyperparameters(settings: SearchConfig, candidate: Candidate) -> dict[str, 
     return hparams
 
 
-def _concrete(settings: SearchConfig, hparams: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_hyperparameters(settings: SearchConfig, hparams: Mapping[str, Any]) -> dict[str, Any]:
     given = {
         key: value
         for key, value in hparams.items()

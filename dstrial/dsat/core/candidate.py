@@ -1,4 +1,4 @@
-"""A configuration to measure, and the micro batch sizes that it may have."""
+"""Configurations that a search measures, and the batch sizes that they may have."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from dstrial.config.dotted_keys import value_at
 from dstrial.config.parallel_dims import AUTOTP_KEY
 
-HYPERPARAMETERS = "hyperparameters."  # prefix of paths that are no keys of DeepSpeed's JSON
+HYPERPARAMETERS = "hyperparameters."
+"""Prefix of paths that name a hyperparameter of the trial; other paths name a key of DeepSpeed's JSON."""
 
-_LARGEST_FREE_MICRO_BATCH = 4096
+_LARGEST_FREE_MICRO_BATCH = 4096  # records; limit of a search whose global batch size may change
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchSplit:
-    """The division of a global batch into micro batches; sizes are in records."""
+    """The batch sizes of a configuration, in records, and its gradient accumulation."""
 
     micro_batch_size: int  # records of one forward pass of one replica
     accumulation: int  # forward passes of one replica in one optimizer step
@@ -27,14 +29,14 @@ class Candidate:
     """A configuration to measure: ZeRO stage, changed settings and batch sizes."""
 
     stage: int
-    settings: tuple[tuple[str, Any], ...]  # (dotted path, value), sorted; empty for the user's own
+    settings: tuple[tuple[str, Any], ...]  # (dotted path, value), sorted; empty if ``is_own``
     batch: BatchSplit
-    is_own: bool = False
+    is_own: bool = False  # the user's own configuration, without changes
 
     def overwrite(self) -> dict[str, Any]:
-        """Return this candidate's changes to the user's DeepSpeed config, as nested keys.
+        """Return this configuration's changes to the user's DeepSpeed config, nested.
 
-        For the candidate that stands for the user's own configuration (``is_own``), these are only the batch sizes.
+        For the user's own configuration these are only the batch sizes.
         """
         result: dict[str, Any] = {
             "train_batch_size": self.batch.train_batch_size,
@@ -51,7 +53,7 @@ class Candidate:
         return result
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Return the trial hyperparameters that this candidate changes, nested."""
+        """Return the trial hyperparameters that this configuration changes, nested."""
         result: dict[str, Any] = {}
         for path, value in self.settings:
             if path.startswith(HYPERPARAMETERS):
@@ -77,7 +79,7 @@ class Candidate:
 
 
 def set_path(target: dict[str, Any], path: str, value: Any) -> None:
-    """Set a dotted key in ``target``, creating missing mappings on the way."""
+    """Set the value at a dotted path of nested dictionaries, and add missing ones."""
     *above, last = path.split(".")
     for part in above:
         inner = target.get(part)
@@ -88,7 +90,7 @@ def set_path(target: dict[str, Any], path: str, value: Any) -> None:
 
 
 def layered(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge nested mappings: ``above`` has priority, even if its value is None."""
+    """Return merged nested mappings; values of ``above`` have priority, also if None."""
     result = dict(below)
     for key, value in above.items():
         known = result.get(key)
@@ -99,19 +101,12 @@ def layered(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
     return result
 
 
-def value_at(config: Any, path: str) -> Any:
-    """Return the value at a dotted path of nested mappings; None if it is missing."""
-    for part in path.split("."):
-        config = config.get(part) if isinstance(config, Mapping) else None
-    return config
-
-
 def changes_in_words(
     candidate: Candidate, effective: Mapping[str, Any], hyperparameters: Mapping[str, Any]
 ) -> list[str]:
-    """Return a candidate's changes to the user's configuration as ``key=value`` texts.
+    """Return a configuration's changes to the user's own one as ``key=value`` texts.
 
-    ``effective`` is the user's DeepSpeed config with defaults filled in.
+    ``effective`` is the user's DeepSpeed config with defaults filled in; ``hyperparameters`` are those of the user's experiment.
     """
     words = []
     for path, value in candidate.settings:
@@ -133,10 +128,11 @@ def setting_text(value: Any) -> str:
 
 
 class BatchSizeGrid:
-    """The micro batch sizes that may be tried, ascending, indexed by position from 0.
+    """The micro batch sizes that a search may try, in ascending order.
 
-    If ``train_batch_size`` is given, these sizes are the divisors of ``train_batch_size / replicas``. If it is None, every size
-    is allowed, and the global batch is the micro batch times ``accumulation`` times ``replicas``.
+    A *position* is the index of a size, from 0. With a fixed ``train_batch_size``, the sizes are the divisors of
+    ``train_batch_size / replicas``. If it is None, every size up to 4096 is allowed. Then the global batch size is the micro
+    batch size times ``accumulation`` times ``replicas``.
     """
 
     def __init__(self, train_batch_size: int | None, replicas: int, accumulation: int) -> None:
@@ -152,16 +148,18 @@ class BatchSizeGrid:
 
     @property
     def last(self) -> int:
+        """Index of the largest micro batch size."""
         return _LARGEST_FREE_MICRO_BATCH - 1 if self.is_free else len(self._splits) - 1
 
     def split(self, position: int) -> BatchSplit:
+        """Return the batch sizes with the micro batch size at this index."""
         if not self.is_free:
             return self._splits[position]
         micro = position + 1
         return BatchSplit(micro, self._accumulation, micro * self._accumulation * self._replicas)
 
     def position(self, micro_batch_size: float) -> int:
-        """Return the index of the largest size up to ``micro_batch_size``, or 0."""
+        """Return the index of the largest size up to ``micro_batch_size``; 0 if none."""
         if self.is_free:
             return max(0, min(int(micro_batch_size), _LARGEST_FREE_MICRO_BATCH) - 1)
         return max(sum(split.micro_batch_size <= micro_batch_size for split in self._splits) - 1, 0)

@@ -42,15 +42,17 @@ from dstrial.local.json_files import (
 )
 from dstrial.local.run_directory import utc_now
 
-DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-SEARCH_FILE = "dsat_search.json"  # in the context of a search's trial: flags, and the journal so far
-EVENTS_GROUP = "dsat"  # metric group of a search's events; steps_completed is the index in the journal
-BEST_NAMES = ("best_ds_config.json", "best_ds_metrics.json", "best_experiment.yaml")
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # ``OSError.errno`` of a disk without space
+SEARCH_FILE = "dsat_search.json"
+"""File in the context directory of a trial that runs a whole search: the flags, and the events so far."""
+EVENTS_GROUP = "dsat"
+"""Metric group in which such a trial reports events; ``steps_completed`` is the index of an event in its journal."""
+BEST_NAMES = ("best_ds_config.json", "best_ds_metrics.json", "best_experiment.yaml")  # files of the best one
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchRecord:
-    """Reads and writes a search's output directory; keeps no file open between calls."""
+    """The output directory of a search; keeps no file open between calls."""
 
     path: Path
     search_id: str  # 8 characters in the labels of the search's trials
@@ -65,10 +67,11 @@ class SearchRecord:
 
     @classmethod
     def open(cls, output: Path, fingerprint: str, method: str, *, is_fresh: bool) -> SearchRecord:
-        """Return the newest search with this fingerprint, or create a search.
+        """Open the newest search with this fingerprint, or create a search.
 
-        The directories ``output``, ``<output>-2``, ``<output>-3`` and so on are searched. With ``is_fresh`` a search is always
-        created, in the first of these directories that does not exist.
+        A fingerprint is a hash of the options and configs that decide what is measured. A search lies in the directory ``output``
+        or in ``<output>-2``, ``<output>-3`` and so on. With ``is_fresh`` a search is always created, in the first of these
+        directories that does not exist.
 
         Raises:
             ConfigError: ``output`` contains another search, or other files.
@@ -113,7 +116,7 @@ class SearchRecord:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Lock the search in the block; raise LaunchError if another process holds it."""
+        """Lock the search while the block runs; raise LaunchError if it is locked."""
         descriptor = os.open(self.path / "search.lock", os.O_RDWR | os.O_CREAT, 0o666)
         os.set_inheritable(descriptor, True)  # with --run-full-experiment the process becomes a launcher
         try:
@@ -140,13 +143,13 @@ class SearchRecord:
         return event
 
     def restore(self, event: Mapping[str, Any]) -> None:
-        """Append an event that another process recorded, without calling ``on_event``."""
+        """Append an event that another process has recorded; ``on_event`` is not called."""
         append_json_line(self.events_path, event)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchStatus:
-    """How a search process ended: search finished, failed, or stopped by a signal."""
+    """How a process that ran a search ended: finished, failed, or stopped by a signal."""
 
     reason: str
     is_finished: bool  # if false, the same command resumes the search
@@ -157,7 +160,7 @@ class SearchStatus:
 def is_final(event: Mapping[str, Any], budget_s: float | None) -> bool:
     """Return whether a ``finished`` event ends the search for good.
 
-    A search that ended by spending its time budget continues with a larger ``budget_s`` (seconds; None: no limit).
+    A search that has spent its time budget continues if the new ``budget_s`` (seconds; None: no limit) is larger.
     """
     spent_s = event.get("budget_s")
     return spent_s is None or (budget_s is not None and budget_s <= spent_s)

@@ -17,13 +17,15 @@ from typing import Any, TypeAlias
 
 from dstrial.dsat.core.candidate import Candidate
 
+# Metrics that a search can optimize.
 METRICS_TO_MINIMIZE = ("forward", "backward", "latency")
 METRICS_TO_MAXIMIZE = ("throughput", "FLOPS_per_gpu")
 METRIC_NAMES = (*METRICS_TO_MINIMIZE, *METRICS_TO_MAXIMIZE)
 
-FAILURE_MARK = "DSTRIAL_DSAT_FAILURE "
+FAILURE_MARK = "DSTRIAL_DSAT_FAILURE "  # in a log, begins a rank's description of its failure as JSON
 
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+# Texts of error messages and logs, by the kind of failure that they mean.
 _TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMGT]iB)")
 _DEVICE_OOM = re.compile(
     r"OutOfMemoryError|(CUDA|HIP|XPU|NPU|MPS)[^\n]{0,40}out of memory|CUBLAS_STATUS_ALLOC_FAILED"
@@ -42,8 +44,8 @@ _BAD_CONFIG = re.compile(
     r"Unable to JIT load the \w+ op|CUDAMismatchException|Ninja is required to load"
 )
 _NUMERIC = re.compile(r"FloatingPointError|loss scale already at minimum|NumericError|[Ll]oss is (nan|inf)")
-_MASTERS_PREFIX = re.compile(r"^\[\d{4}-[^\]]*\] \S+ (\[rank=\d+\] )?\|\| ")
-_FAILED_FIRST = re.compile(r"rank \d+ failed first \((killed by)?")
+_MASTERS_PREFIX = re.compile(r"^\[\d{4}-[^\]]*\] \S+ (\[rank=\d+\] )?\|\| ")  # of a log line on a master
+_FAILED_FIRST = re.compile(r"rank \d+ failed first \((killed by)?")  # a line of the launcher
 _NO_ROOM = re.compile(
     r"No space left on device|[Dd]isk quota exceeded|\[Errno (28|122)\]|"
     r"PytorchStreamWriter failed writing file|database or disk is full"
@@ -88,7 +90,7 @@ class FailureKind(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
-    """The metrics that rank 0 of a trial has measured; unmeasured ones are missing.
+    """The metrics that rank 0 of a trial measured; unmeasured ones are missing.
 
     A search can optimize ``throughput`` (samples/s of all ranks), ``latency``, ``forward`` and ``backward`` (µs per batch) and
     ``FLOPS_per_gpu`` (model FLOP/s). ``rank.step_timer`` computes all metrics.
@@ -109,9 +111,9 @@ class Failure:
     kind: FailureKind
     message: str
     phase: str = ""  # ``init``, ``forward``, ``backward``, ``step`` or ``training``; empty if unknown
-    requested_bytes: int | None = None  # size of the refused allocation
-    allocated_bytes: int | None = None  # on the device at the failure; a lower bound of the phase's peak
-    rank: int | None = None
+    requested_bytes: int | None = None  # size of the allocation that failed
+    allocated_bytes: int | None = None  # on the device at the failure; the phase would have needed more
+    rank: int | None = None  # rank that reported the failure; None if no rank did
 
 
 NOTHING_MEASURED = Failure(
@@ -146,7 +148,7 @@ def smaller_is_better(metric: str) -> bool:
 
 
 def score(outcome: Outcome, metric: str) -> float | None:
-    """Return a measured metric, negated if smaller is better; None if not measured."""
+    """Return a measured metric, negated if smaller is better; None if unmeasured."""
     value = outcome.value(metric) if isinstance(outcome, Measured) else None
     if value is None:
         return None
@@ -199,10 +201,11 @@ def failure_line(failure: Failure) -> str:
 
 
 def failure_from_log(lines: Sequence[str], *, exit_code: int | None = None) -> Failure:
-    """Return the failure that the output of all ranks describes.
+    """Return the failure that the output of a trial's ranks describes.
 
-    Failure lines of ranks have priority over other text. A line about a lost connection is used last, because another rank's
-    failure may have caused the loss. An end by SIGKILL is taken as a kill by the kernel for lack of memory.
+    ``lines`` are the output of all ranks. Lines by which a rank reports its failure have priority over other text. A lost
+    connection counts only if there is no other failure, because another rank's failure may have caused the loss. SIGKILL is taken
+    as a kill by the kernel for lack of memory.
     """
     lines = [_MASTERS_PREFIX.sub("", line) for line in lines]
     failures: list[Failure] = []
@@ -240,8 +243,8 @@ def _plain_bytes(text: str) -> int | None:
     return int(found[1]) if found else None
 
 
-TIE = 0.01  # relative gain up to which the user's own configuration counts as the best
-USUAL_HALF_WIDTH = 0.02  # relative; of the 95 % interval of a measurement without one
+TIE = 0.01  # relative gain over the user's own configuration up to which the user's own counts as the best
+USUAL_HALF_WIDTH = 0.02  # assumed relative half-width of the 95 % interval, if a measurement has none
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -250,11 +253,11 @@ class TrialResult:
 
     trial_id: int
     candidate: Candidate
-    description: str
-    why: str
+    description: str  # the configuration as a line of text
+    why: str  # why the search method chose it
     outcome: Outcome | None = None
     seconds: float | None = None  # since the trial got its slots; None if unknown
-    handle: dict[str, Any] = dataclasses.field(default_factory=dict)  # the backend's, e.g. experiment id
+    handle: dict[str, Any] = dataclasses.field(default_factory=dict)  # by which the backend finds the trial
 
     def score(self, metric: str) -> float | None:
         return None if self.outcome is None else score(self.outcome, metric)
@@ -274,7 +277,7 @@ class TrialResult:
 def mean_of(many: Sequence[Measured]) -> Measured:
     """Return the mean of repeated measurements of one configuration.
 
-    ``half_width`` becomes that of the mean's 95 % interval, which repeats that agree narrow and others widen.
+    Its ``half_width`` is that of the mean's 95 % interval: smaller if the measurements agree, larger if they differ.
     """
     metrics = {
         name: statistics.fmean(known)
@@ -288,7 +291,10 @@ def mean_of(many: Sequence[Measured]) -> Measured:
 
 
 def with_means(trials: Sequence[TrialResult]) -> list[TrialResult]:
-    """Return the trials; the measurements of a configuration become one, their mean."""
+    """Return the trials, with repeated measurements of a configuration merged.
+
+    The merged trial is the first of them, with the mean of their metrics and the sum of their seconds.
+    """
     repeats: dict[Candidate, list[TrialResult]] = {}
     for trial in trials:
         if isinstance(trial.outcome, Measured):
@@ -308,10 +314,10 @@ def with_means(trials: Sequence[TrialResult]) -> list[TrialResult]:
 
 
 def best_of(trials: Sequence[TrialResult], metric: str) -> TrialResult | None:
-    """Return the configuration with the best metric; None if nothing was measured.
+    """Return the trial with the best metric; None if nothing was measured.
 
-    Repeated measurements count with their mean. If the best one gains at most ``TIE`` (relative) over the user's own
-    configuration, that is returned.
+    Repeated measurements of a configuration count as one, with their mean. If the best gains at most 1 % (``TIE``) over the
+    user's own configuration, the trial of the user's own is returned.
     """
     scored = [(value, trial) for trial in with_means(trials) if (value := trial.score(metric)) is not None]
     if not scored:
@@ -322,6 +328,7 @@ def best_of(trials: Sequence[TrialResult], metric: str) -> TrialResult | None:
 
 
 def own_of(trials: Sequence[TrialResult]) -> TrialResult | None:
+    """Return the first trial of the user's own configuration; None if there is none."""
     return next((trial for trial in trials if trial.candidate.is_own), None)
 
 
@@ -333,8 +340,8 @@ def gain_over(best: TrialResult | None, own: TrialResult | None, metric: str) ->
 
 
 def relative_gain(value: float, own: float) -> float:
-    """Return the relative gain of score ``value`` over score ``own``.
+    """Return the relative gain of score ``value`` over ``own``; 0.1 is 10 % better.
 
-    Scores of times are negative, because a shorter time is better.
+    A score (see :func:`score`) of a time is negative, because a shorter time is better.
     """
     return value / own - 1 if own > 0 else own / value - 1

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol, TypeAlias
 
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Outcome
 
+# Determined's advice if the first trial of a search fails.
 NEED_SMALLEST = "You may need to specify a configuration which can successfully run with train_micro_batch_size_per_gpu = 1."
 
 
@@ -16,10 +17,10 @@ NEED_SMALLEST = "You may need to specify a configuration which can successfully 
 class Measure:
     """Action: measure a configuration in a new trial."""
 
-    trial_id: int  # from 1, never used twice
+    trial_id: int  # counted from 1
     candidate: Candidate
-    why: str
-    predicted_s: float | None = None  # seconds of the whole trial; None if unknown
+    why: str  # why this configuration was chosen, for the user
+    predicted_s: float | None = None  # predicted seconds of the whole trial; None if unknown
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,10 +32,10 @@ class Note:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finish:
-    """Action: end the search, and kill trials that still run."""
+    """Action: end the search; the driver kills trials that still run."""
 
     reason: str
-    is_failure: bool = False
+    is_failure: bool = False  # nothing could be measured
 
 
 Action: TypeAlias = Measure | Note | Finish
@@ -42,7 +43,7 @@ Action: TypeAlias = Measure | Note | Finish
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Observation:
-    """A configuration and its outcome, which is None during the measurement."""
+    """A configuration and its outcome; the outcome is None until the trial has ended."""
 
     candidate: Candidate
     outcome: Outcome | None
@@ -57,7 +58,7 @@ class ConfigSearch(Protocol):
 
     @property
     def forecasts(self) -> Mapping[int, Mapping[str, Any]]:
-        """Trial -> its prediction before it was measured, as JSON values; may be empty."""
+        """Trial id -> what was predicted before the trial ran, as JSON values."""
 
     def start(self) -> list[Action]:
         """Return the first actions; called once, before any ``on_result``."""
@@ -76,13 +77,11 @@ class MethodOptions:
     random_seed: int = 42
     thorough: bool = False  # spend up to twice the trials (predict)
     early_stopping: int | None = None  # trials without a new best after which a search ends
-    search_range_factor: float = 1.0  # multiplies the first guess at the largest micro batch (binary, asha)
-    trials_per_random_config: int = 5  # most trials of one structure (random)
-    max_rungs: int = 5
-    min_binary_search_trials: int = 3  # trials of a lineage in the lowest rung, ASHA's *r*
-    divisor: int = 2  # one of this many lineages is promoted, ASHA's *eta*
+    search_range_factor: float = (
+        1.0  # multiplies the first estimate of the largest micro batch (binary, asha)
+    )
+    trials_per_random_config: int = 5  # most trials with the same settings (random)
+    max_rungs: int = 5  # number of ASHA's rungs
+    min_binary_search_trials: int = 3  # trials with the same settings in the lowest rung, ASHA's *r*
+    divisor: int = 2  # one of so many settings is promoted to the next rung, ASHA's *eta*
     asha_early_stopping: int = 0  # number of lowest rungs that are left out, ASHA's *s*
-
-
-def measures(actions: Sequence[Action]) -> list[Measure]:
-    return [action for action in actions if isinstance(action, Measure)]

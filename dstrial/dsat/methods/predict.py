@@ -1,41 +1,58 @@
-"""Method ``predict``: measure only configurations that are predicted to be fast."""
+"""Method ``predict``: measure only configurations that are predicted to be fast.
+
+Configurations of one *group* have the same ZeRO stage and the same offload devices. They also have the same values of those
+``--space`` keys whose effect is unknown. A *structure* is a configuration without its batch sizes. docs/explanation/dsat-model.md
+has the equations.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import TIE, Failure, FailureKind, Measured, Outcome, mean_of
 from dstrial.dsat.methods.base import NEED_SMALLEST, Action, Finish, Measure, MethodOptions, Note, Observation
-from dstrial.dsat.predictor.acquisition import Acquisition, worth
 from dstrial.dsat.predictor.config_groups import ConfigGroups, positions, positions_near, structure_of
 from dstrial.dsat.predictor.inputs import PredictInputs
+from dstrial.dsat.predictor.models import StepModel
 from dstrial.dsat.predictor.predictor import Prediction, Predictor
-from dstrial.dsat.space.space import Space, Structure
+from dstrial.dsat.space import Space, Structure
 
 _USUAL, _THOROUGH = (0.0010, 2.0), (0.0008, 3.0)
-"""Least expected gain of a measurement, as a share of the best cost, and the number of measurements without progress that
-doubles it."""
-_CONTENDERS, _MOST = 3, 2  # ``--thorough``: configurations to measure again, most measurements of each
+"""(least expected gain of a further measurement, as a share of the best cost; number of measurements without progress after
+which this gain doubles), without and with ``--thorough``."""
+_CONTENDERS, _MOST = 3, 2  # with ``--thorough``: configurations to measure again, most measurements of each
 _NEW, _FAR = 2.0, 2.0
 """``_NEW`` multiplies the worth of a measurement if its group has not run with a micro batch within a factor of ``_FAR``,
 because such a measurement improves the predictions of many candidates."""
-_PROGRESS = 1.005  # a cost makes progress if it is better than the best so far by this factor
-_SURE_TO_FIT = 0.98  # while nothing has run, a candidate with this probability counts as fitting
-_MAX_REFUSED = 2  # failed configurations after which their group is excluded
+_PROGRESS = 1.005  # a measurement is progress if it divides the best cost so far by more than this
+_SURE_TO_FIT = 0.98  # probability from which a configuration counts as fitting while nothing has run
+_MAX_REFUSED = 2  # number of failed settings after which their group is excluded
 # After these failures, an equal candidate may be measured: smaller buckets may fit, although nothing else differs.
 _MAY_REPEAT = (FailureKind.COMMUNICATION, FailureKind.DEVICE_OOM)
-# Most steps of a measurement, least seconds of all steps, seconds of building an engine.
+# To predict the time of a trial: most steps, least seconds of all steps, seconds to build an engine.
 _LONGEST_STEPS, _MIN_S, _BUILD_S = 70, 6.0, 30.0
+
+_MAX_CHANGES = 30  # most changes of a descent
+_MIN_CHANGE = 1e-4  # of the log cost; a descent ends when no change gains more
+_FITS = 0.85  # a descent visits only configurations with at least this probability to fit into memory
+_BOUNDS = (1.5, 0.0)
+"""A descent compares costs at so many standard deviations below the median: first 1.5, then 0."""
+_HOPELESS_STDS, _HOPELESS = 3.0, 1.03
+"""A group is left out if its lowest cost, 3 standard deviations below the median, exceeds 1.03 times the best measured cost."""
+_OOM_COST = 0.2  # loss by running out of memory, as a share of the best cost
+_MIN_TO_FIT = 0.5  # a configuration with a lower probability to fit into memory is worth nothing
+
+_Place = tuple[Prediction, int]  # (prediction, index of its micro batch size among the allowed ones)
 
 
 class PredictSearch:
     """Measures the user's configuration, then those with the largest expected gains.
 
-    The search ends when expected gains are small.
+    The search ends when the expected gains of all other configurations are small.
     """
 
     def __init__(self, space: Space, options: MethodOptions, inputs: PredictInputs) -> None:
@@ -47,7 +64,7 @@ class PredictSearch:
         self.forecasts: dict[int, Mapping[str, Any]] = {}
         self._refused: set[Structure] = set()
         self._refused_groups: set[tuple[Any, ...]] = set()
-        self._acquisition = Acquisition(self.groups, self.predictor)
+        self._acquisition = Acquisition(self.predictor)
         self._is_finished = False
 
     # ---- the contract of a method ----------------------------------------------------------------
@@ -71,10 +88,11 @@ class PredictSearch:
     # ---- learning --------------------------------------------------------------------------------
 
     def _learn_failure(self, candidate: Candidate, kind: FailureKind) -> None:
-        """Exclude the failed configuration's settings from the search.
+        """Exclude the settings of a failed configuration from the search.
 
-        After repeated failures in a group (stage, offloading, settings of unknown effect), the group is excluded if no
-        configuration of the group has run. Out-of-memory errors of a device and a first communication error exclude nothing.
+        A kind of configurations has one stage, one offloading and equal settings of unknown effect. After two failures of a kind
+        of which nothing has run, the whole kind is excluded. A device's out-of-memory error and a first communication error
+        exclude nothing.
         """
         failed = [one for one in self.observations.values() if isinstance(one.outcome, Failure)]
         is_first = sum(one.candidate == candidate for one in failed) == 1
@@ -88,7 +106,7 @@ class PredictSearch:
             self._refused_groups.add(group)
 
     def _costs(self) -> list[tuple[Candidate, float, float]]:
-        """Return (configuration, mean cost, its relative half-width), the best first."""
+        """Return (configuration, mean cost, relative half-width of the mean), best first."""
         repeats: dict[Candidate, list[Measured]] = {}
         for one in self.observations.values():
             if isinstance(one.outcome, Measured):
@@ -102,12 +120,12 @@ class PredictSearch:
         return sorted(found, key=lambda one: one[1])
 
     def incumbent(self) -> tuple[Candidate, float] | None:
-        """Return the best configuration and its mean cost; None before any has run."""
+        """Return (best configuration, its mean cost); None before any has run."""
         return next(((candidate, cost) for candidate, cost, _ in self._costs()), None)
 
     def _num_since_progress(self) -> int:
         """Return the number of measurements since the best cost last improved by 0.5 %."""
-        # Not counted: each group's first measurement (group: stage, offloading, settings of unknown effect).
+        # The first measurement of each group does not count.
         number, best = 0, math.inf
         groups: set[tuple[Any, ...]] = set()
         for candidate, outcome in self.predictor.outcomes:
@@ -152,7 +170,10 @@ class PredictSearch:
                 return [*actions, *self._finish(self._reason())]
 
     def _ranked(self, best: tuple[Candidate, float] | None, is_open: Sequence[Candidate]) -> list[Prediction]:
-        """Return the candidates worth a measurement, the largest expected gain first."""
+        """Return predictions of configurations worth a measurement, the best first.
+
+        ``best`` is the best measured configuration with its cost; ``is_open`` are configurations whose trials still run.
+        """
         found = self._acquisition.candidates(
             self._positions(),
             self.predictor.fantasize(is_open),
@@ -180,6 +201,7 @@ class PredictSearch:
         return [one for one, _ in pairs if self._may_measure(one.candidate, tried)]
 
     def _worths(self, found: Sequence[Prediction], cost: float) -> Iterator[tuple[Prediction, float]]:
+        """Yield (prediction, its worth), given ``cost``, the best measured cost."""
         failures = [one.outcome for one in self.observations.values() if isinstance(one.outcome, Failure)]
         num_failed = sum(failure.kind is FailureKind.DEVICE_OOM for failure in failures)
         sizes: dict[tuple[Any, ...], list[int]] = {}
@@ -204,7 +226,10 @@ class PredictSearch:
         return positions_near(self.space, [one.batch for one in self._measured()])
 
     def _contender(self) -> Candidate | None:
-        """Return the next of the best configurations to measure again, or None."""
+        """Return one of the best configurations, to measure it again; None to end.
+
+        Only with ``--thorough``, and only while noise does not separate the configuration from the best.
+        """
         num_tried = Counter(one.candidate for one in self.observations.values())  # failures, too
         num_repeats = num_tried.total() - len(num_tried)
         costs = self._costs()[:_CONTENDERS]
@@ -248,6 +273,126 @@ def _why(prediction: Prediction, best: tuple[Candidate, float] | None) -> str:
 
 
 def _is_unsure(best: tuple[Candidate, float, float], other: tuple[Candidate, float, float]) -> bool:
-    """Return whether costs may be equal, and may differ by more than a tie."""
+    """Return whether more measurements are needed to compare two configurations.
+
+    Each argument is (configuration, mean cost, relative half-width of the mean). More are needed if the 95 % interval of the
+    costs' difference contains 0, and also more than a tie (1 %).
+    """
     difference, half_width = other[1] / best[1] - 1, math.hypot(best[2], other[2])
     return difference - half_width <= 0 and difference + half_width > TIE
+
+
+# ---- candidates for the next measurement --------------------------------------------------------
+
+
+def worth(prediction: Prediction, cost: float, num_failed: int = 0) -> float:
+    """Return the expected gain of measuring a configuration, minus the expected loss.
+
+    Both are shares of ``cost``, the best measured cost. The loss is that of running out of memory; it grows with ``num_failed``,
+    the number of out-of-memory errors so far. Returns 0 if the configuration probably does not fit into memory.
+    """
+    fits = prediction.probability_to_fit
+    if fits < _MIN_TO_FIT:
+        return 0.0
+    return fits * prediction.expected_improvement(cost) - (1 - fits) * _OOM_COST * (1 + num_failed)
+
+
+class Acquisition:
+    """Finds configurations that may be worth a measurement.
+
+    For each combination of ZeRO stage, offloading and settings of unknown effect, a coordinate descent runs. It changes one other
+    setting at a time while the predicted cost falls. All configurations that it visits are proposed.
+    """
+
+    def __init__(self, predictor: Predictor) -> None:
+        self._groups, self._predictor = predictor.groups, predictor
+        self._ends: dict[tuple[Any, ...], Structure] = {}  # group -> where its last descent ended
+        self._seen: dict[Candidate, Prediction] = {}  # what the descents of this call have visited
+        self._positions: Sequence[int] = ()
+        self._time: StepModel | None = None
+
+    def candidates(
+        self,
+        positions: Sequence[int],
+        time: StepModel,
+        measured: Iterable[Candidate],
+        cost: float | None,
+    ) -> list[Prediction]:
+        """Return predictions of the configurations that may be measured next.
+
+        Args:
+            positions: the allowed micro batch sizes, as indices of ``Space.batch_size_grid``.
+            time: model that predicts the time of a step.
+            measured: configurations that have run; coordinate descents start there, at default settings, and where the
+                descents of earlier calls ended.
+            cost: the best measured cost; None before anything has run.
+        """
+        self._seen, self._positions, self._time = {}, positions, time
+        starts: dict[tuple[Any, ...], list[Structure]] = {}
+        for structure in (*self._groups.bases(), *map(structure_of, measured)):
+            starts.setdefault(self._groups.group(structure), []).append(structure)
+        for group, structures in starts.items():
+            known = [self._ends[group]] if group in self._ends else []
+            end = self._descend([*known, *structures], cost)
+            if end is not None:
+                self._ends[group] = end
+        return list(self._seen.values())
+
+    def _descend(self, starts: Iterable[Structure], cost: float | None) -> Structure | None:
+        """Return the settings at which a descent from the best of ``starts`` ends.
+
+        None if no configuration on the way is likely to reach ``cost``, the best measured cost.
+        """
+        places = [
+            one for start in dict.fromkeys(starts) if (one := self._best_micro_batch(start)) is not None
+        ]
+        at: _Place | None = None
+        for stds in _BOUNDS:
+            at = at or min(places, key=lambda one: one[0].lower_confidence_bound(stds), default=None)
+            if at is None:
+                return None
+            if cost is not None and at[0].lower_confidence_bound(_HOPELESS_STDS) > _HOPELESS * cost:
+                return None
+            for _ in range(_MAX_CHANGES):
+                moved = self._move(*at, stds)
+                if moved is None:
+                    break
+                at = moved
+        return None if at is None else structure_of(at[0].candidate)
+
+    def _best_micro_batch(self, structure: Structure) -> _Place | None:
+        """Return (prediction of these settings with the best micro batch size, its index).
+
+        None if the settings are illegal, or were not dry-run.
+        """
+        if not self._groups.is_legal(structure):
+            return None
+        found = self._predict([(structure, idx) for idx in range(len(self._positions))])
+        fitting = [one for one in found if one[0].probability_to_fit >= _FITS] or found[:1]
+        return min(fitting, key=lambda one: one[0].cost, default=None)
+
+    def _move(self, at: Prediction, idx: int, stds: float) -> _Place | None:
+        """Return the best change of a setting, of the micro batch, or of both.
+
+        ``at`` and ``idx`` are the current prediction and the index of its micro batch size. Costs are compared ``stds`` standard
+        deviations below their medians. None if no change lowers the cost.
+        """
+        structure = structure_of(at.candidate)
+        others = self._groups.moves(structure, self._predictor.num_params)
+        changes = [(structure, idx + step) for step in (-1, 1, 2)]
+        changes += [(other, idx + step) for other in others for step in (0, 1)]
+        fitting = [one for one in self._predict(changes) if one[0].probability_to_fit >= _FITS]
+        best = min(fitting, key=lambda one: one[0].lower_confidence_bound(stds), default=None)
+        least = at.lower_confidence_bound(stds) * math.exp(-_MIN_CHANGE)
+        return best if best is not None and best[0].lower_confidence_bound(stds) < least else None
+
+    def _predict(self, changes: Sequence[tuple[Structure, int]]) -> list[_Place]:
+        space = self._predictor.space
+        indices = {
+            space.candidate(structure, self._positions[idx]): idx
+            for structure, idx in changes
+            if 0 <= idx < len(self._positions)
+        }
+        new = [one for one in indices if one not in self._seen]
+        self._seen |= {one.candidate: one for one in self._predictor.predictions(new, self._time)}
+        return [(self._seen[one], idx) for one, idx in indices.items() if one in self._seen]

@@ -13,45 +13,48 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.dsat.core.candidate import Candidate, value_at
+from dstrial.config.dotted_keys import value_at
+from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, score
 from dstrial.dsat.methods.base import NEED_SMALLEST, Action, Finish, Measure, MethodOptions, Observation
 from dstrial.dsat.predictor.config_groups import ConfigGroups
-from dstrial.dsat.predictor.inputs import ModelInfo, largest_micro_batch
-from dstrial.dsat.space.knobs import KNOBS
-from dstrial.dsat.space.space import Space, Structure
+from dstrial.dsat.space import KNOBS, Space, Structure
 from dstrial.search.random_state import SearchRandom
 
 _MAX_SKIPPED = 2000  # number of skipped candidates in a row after which a search waits or ends
-_GROWING = {knob.path for knob in KNOBS if knob.grows_memory}
+_GROWING = {knob.path for knob in KNOBS if knob.grows_memory}  # keys of which larger values need more memory
 
 
 @dataclasses.dataclass(slots=True)
 class Lineage:
-    """The trials of one random structure (a configuration without batch sizes)."""
+    """The trials of one random choice of ZeRO stage and settings.
+
+    They differ in the micro batch size, which is given by its *position*: its index in ``Space.batch_size_grid``.
+    """
 
     idx: int
     structure: Structure
-    low: int  # position in the grid of micro batches; the range is empty if ``high < low``
+    low: int  # positions from ``low`` to ``high`` are left to try; none if ``high < low``
     high: int
-    first_high: int
-    # (position, score, rung)
+    first_high: int  # the latest estimate of the largest position that fits
+    # (position, score or None if out of memory, rung) of each trial
     history: list[tuple[int, float | None, int]] = dataclasses.field(default_factory=list)
-    rung: int = 0
+    rung: int = 0  # level that the lineage has reached in ASHA
     is_closed: bool = False  # gets no more trials
     is_open: bool = False  # one of its trials is being measured
 
     def best(self, last_rung: int) -> float | None:
-        """Return the best score up to rung ``last_rung``; None if unmeasured."""
+        """Return the best score of trials up to rung ``last_rung``; None if unmeasured."""
         scores = [value for _, value, rung in self.history if value is not None and rung <= last_rung]
         return max(scores, default=None)
 
 
 class BinarySearch:
-    """Draws random structures, and finds the largest micro batch of each by bisection.
+    """Draws settings at random; finds the largest micro batch of each by bisection.
 
-    A trial that runs raises the lower end of its lineage's range; an out-of-memory error lowers the upper end. A lineage whose
-    range is empty gets no more trials. Throughput has no effect on the order of trials.
+    The trials of one random choice are a *lineage*. A trial that runs raises the lower end of its lineage's range of micro batch
+    sizes; an out-of-memory error lowers the upper end. A lineage whose range is empty gets no more trials. Throughput has no
+    effect on the order of trials.
     """
 
     def __init__(self, space: Space, options: MethodOptions) -> None:
@@ -71,7 +74,7 @@ class BinarySearch:
     # ---- what subclasses override ----------------------------------------------------------------
 
     def choose(self) -> Lineage:
-        """Return the lineage that gets the next trial."""
+        """Return the lineage (trials with the same settings) that gets the next trial."""
         waiting = self._waiting()
         return waiting[0] if waiting else self.new_lineage(self.space.stages)
 
@@ -79,15 +82,21 @@ class BinarySearch:
         return f"lineage {lineage.idx + 1}"
 
     def new_range(self, stage: int) -> tuple[int, int]:
-        """Return the (lowest, highest) position that a new lineage of a stage searches."""
+        """Return (lowest, highest) index of the sizes to try first with a ZeRO stage.
+
+        The indices are those of ``Space.batch_size_grid``.
+        """
         return 0, self.ceiling(stage)
 
     def position(self, lineage: Lineage) -> int:
-        """Return the position in the grid of micro batches that a lineage tries next."""
+        """Return the grid index of the micro batch size that a lineage tries next."""
         return (lineage.low + lineage.high) // 2
 
     def learn(self, lineage: Lineage, position: int, value: float | None) -> None:
-        """Narrow a lineage's range after a trial with this score; None: out of memory."""
+        """Narrow the range of micro batch sizes of a lineage after one of its trials.
+
+        ``position`` is the index of the trial's micro batch size; ``value`` is its score, None if it ran out of memory.
+        """
         if value is None:
             lineage.high = position - 1
         else:
@@ -126,10 +135,10 @@ class BinarySearch:
     # ---- lineages --------------------------------------------------------------------------------
 
     def ceiling(self, stage: int) -> int:
-        """Return the position of the largest micro batch that may fit with a ZeRO stage.
+        """Return the index of the largest micro batch size that may fit with a ZeRO stage.
 
-        The size is estimated from the first measurement, and multiplied by ``search_range_factor``. Without an estimate, the
-        largest size of the grid counts as fitting, or twice the user's own micro batch if the grid is unlimited.
+        The size is estimated from the first measurement, and multiplied by ``search_range_factor``. Without an estimate, it is
+        the largest size. If the global batch size may change, it is then twice the user's own micro batch.
         """
         sizes = self.space.batch_size_grid
         guess = None if self.info is None else largest_micro_batch(self.info, stage, self.space)
@@ -141,7 +150,7 @@ class BinarySearch:
         return self.space.first_position(highest)
 
     def new_lineage(self, stages: tuple[int, ...]) -> Lineage:
-        """Draw a ZeRO stage and settings; return a ``Lineage`` to search micro batches."""
+        """Draw one of ``stages`` and settings; return the lineage of their trials."""
         stage = stages[self.random.integer_below(len(stages))]
         low, high = self.new_range(stage)
         structure = self.space.draw(self.random, stage, self._num_params)
@@ -193,9 +202,9 @@ class BinarySearch:
             lineage = self.choose()
             position = self.position(lineage)
             candidate = self.space.candidate(lineage.structure, position)
-            presumed = self._presumed(candidate)
-            if presumed is not None:
-                self._record(lineage, position, presumed)
+            known = self._known_outcome(candidate)
+            if known is not None:
+                self._record(lineage, position, known)
                 continue
             action = self._measure(candidate, self.why(lineage))
             self._lineage_of[action.trial_id] = (lineage, position)
@@ -209,11 +218,11 @@ class BinarySearch:
         reason = f"all {num_trials} trials completed" if is_spent else "nothing new is left to try"
         return [*actions, *self._finish(reason)]
 
-    def _presumed(self, candidate: Candidate) -> Outcome | None:
+    def _known_outcome(self, candidate: Candidate) -> Outcome | None:
         """Return the outcome of a candidate that need not be measured; None to measure it.
 
-        Such a candidate is illegal, equals one that was or is being measured, or needs at least the memory of one that ran out of
-        memory.
+        Such a candidate is illegal, or equals one that was or is being measured. It may also need at least the memory of one that
+        ran out of memory.
         """
         reason = self.space.illegal_reason(candidate)
         if reason is not None:
@@ -240,7 +249,7 @@ class BinarySearch:
 def needs_no_less_memory(candidate: Candidate, other: Candidate, space: Space) -> bool:
     """Return whether ``candidate`` surely needs at least as much memory as ``other``.
 
-    True if the stage is the same, micro batch and buckets are no smaller, and nothing else differs.
+    True if the ZeRO stage is the same, micro batch and buckets are no smaller, and nothing else differs.
     """
     if candidate.stage != other.stage or candidate.batch.micro_batch_size < other.batch.micro_batch_size:
         return False
@@ -255,9 +264,9 @@ def needs_no_less_memory(candidate: Candidate, other: Candidate, space: Space) -
 class AshaSearch(BinarySearch):
     """Binary searches over micro batches, under asynchronous successive halving.
 
-    The resource of a lineage is its number of trials. Rung *i* is complete after *r* x *eta* ^ (*s* + *i*) trials
-    (``min_binary_search_trials``, ``divisor``, ``asha_early_stopping``), or when the range is empty. The best 1 / *eta* of the
-    lineages that completed a rung are promoted.
+    The resource of a lineage (the trials with the same settings) is its number of trials. Rung *i* is complete after *r* x *eta*
+    ^ (*s* + *i*) trials (``min_binary_search_trials``, ``divisor``, ``asha_early_stopping``), or when the range is empty. The
+    best 1 / *eta* of the lineages that completed a rung are promoted.
     """
 
     def choose(self) -> Lineage:
@@ -271,13 +280,16 @@ class AshaSearch(BinarySearch):
         return f"lineage {lineage.idx + 1}, rung {lineage.rung}"
 
     def is_complete(self, lineage: Lineage) -> bool:
+        """Return whether settings have had all trials of their rung."""
         return lineage.is_closed or len(lineage.history) >= self.trials_of(lineage.rung)
 
     def trials_of(self, rung: int) -> int:
+        """Return the number of trials with the same settings that complete a rung of ASHA."""
         options = self.options
         return int(options.min_binary_search_trials * options.divisor ** (options.asha_early_stopping + rung))
 
     def _promote(self) -> Lineage | None:
+        """Promote the best lineage that may rise to the next rung; return it or None."""
         for rung in reversed(range(self.options.max_rungs - 1)):
             finished = [
                 lineage
@@ -298,11 +310,11 @@ class AshaSearch(BinarySearch):
 class RandomConfigSearch(BinarySearch):
     """Draws ZeRO stages and settings at random, and micro batches near mid-range.
 
-    After a trial with stage 1 or 2 has run, stage 3 is not tried any more, because it communicates more. A lineage ends after
-    ``trials_per_random_config`` trials or if no micro batch fits. It also ends if one of its trials has failed, and another
-    lineage of the same stage has run with a micro batch at or above this lineage's upper end.
+    After a trial with stage 1 or 2 has run, stage 3 is not tried any more, because it communicates more. The trials of the same
+    settings, a *lineage*, end after ``trials_per_random_config`` trials or if no micro batch fits. They also end if one of them
+    has failed, while another lineage of the stage ran with at least this lineage's largest micro batch.
 
-    The range of a new lineage begins at the best micro batch of its stage, and ends below sizes known not to fit.
+    The range of a new lineage begins at the best micro batch of its stage. It ends below sizes that did not fit.
     """
 
     def choose(self) -> Lineage:
@@ -357,9 +369,55 @@ class RandomConfigSearch(BinarySearch):
         )
 
     def _excludes_stage_3(self) -> bool:
+        """Return whether a trial with stage 1 or 2 has run."""
         ended = [*self._ended(1), *self._ended(2)]
         has_others = bool({1, 2} & set(self.space.stages))
         return has_others and any(isinstance(one.outcome, Measured) for one in ended)
 
     def _ended(self, stage: int) -> list[Observation]:
         return [one for one in self.observations.values() if one.candidate.stage == stage and one.outcome]
+
+
+# ---- the first guess at the largest micro batch -------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Size of the model and memory of the device, from the first measurement."""
+
+    num_params: float
+    num_trainable_params: float
+    activation_bytes: float | None  # kept for backward per record of one micro batch
+    device_bytes: float | None  # None where the device is the CPU
+
+    @classmethod
+    def from_measured(cls, measured: Measured) -> ModelInfo | None:
+        """Return a measurement's model info; None if the number of parameters is missing."""
+        params, trainable = measured.value("num_params"), measured.value("num_trainable_params")
+        if params is None:
+            return None
+        activations, device = (
+            measured.value(name) for name in ("activation_bytes_per_record", "device_memory_bytes")
+        )
+        return cls(params, params if trainable is None else trainable, activations, device)
+
+
+def _state_bytes(info: ModelInfo, stage: int, space: Space) -> float:
+    """Return the bytes of parameters, gradients and optimizer state on one device."""
+    # Adam in half precision: 12 bytes per parameter (master weight, two moments), else 8. Rajbhandari et al. 2020, section 3.1.
+    width, replicas = space.bytes_per_value, space.replicas
+    optimizer = info.num_trainable_params * (12 if width == 2 else 8) / (replicas if stage >= 1 else 1)
+    gradients = info.num_trainable_params * width / (replicas if stage >= 2 else 1)
+    params = info.num_params * width / (replicas if stage >= 3 else 1)
+    return params + gradients + optimizer
+
+
+def largest_micro_batch(info: ModelInfo, stage: int, space: Space) -> int | None:
+    """Return the largest micro batch that may fit on the device; None if unknown.
+
+    The result is at least 1, even if 1 does not fit.
+    """
+    if info.device_bytes is None or not info.activation_bytes:
+        return None
+    free = info.device_bytes - _state_bytes(info, stage, space)
+    return max(int(free // info.activation_bytes), 1)

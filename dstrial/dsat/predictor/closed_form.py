@@ -1,6 +1,6 @@
 """Compute memory, communication and operations of each ZeRO stage from a dry run.
 
-The dry run has no ZeRO; formulas add ZeRO's bytes per parameter (table in docs/how-to/memory.md).
+The dry run executes a step of the model on one rank without ZeRO. Formulas add what ZeRO needs (table in docs/how-to/memory.md).
 
 Source: Rajbhandari et al. 2020 (ZeRO), section 3, and DeepSpeed 0.19 ``runtime/zero``.
 ``tests/engine/test_memory_of_engines.py`` compares the results with DeepSpeed's engines.
@@ -9,6 +9,7 @@ Source: Rajbhandari et al. 2020 (ZeRO), section 3, and DeepSpeed 0.19 ``runtime/
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from dstrial.dsat.predictor.features import ZeroFeatures
 from dstrial.engine.dryrun.values import (
@@ -22,11 +23,11 @@ from dstrial.engine.dryrun.values import (
 )
 
 _MASTER_BYTES = 4  # of a float32 master weight; ZeRO keeps master weights in fp32 training, too
-_FLAT_ELEMENTS = 5e8  # most gradients that stage 0 reduces at once; no DeepSpeed key sets it
+_FLAT_ELEMENTS = 5e8  # most gradient elements that stage 0 reduces at once; no DeepSpeed key sets it
 _PASS_OPERATIONS = {0: -9, 1: -6, 2: 9, 3: 75}
 _STEP_OPERATIONS = {0: 45, 1: 40, 2: 28, 3: 39}
-"""ZeRO stage -> counted operations per tensor, beyond those of the dry run, in forward and backward, and in a step."""
-_GATHERS = 0.54  # counted gathers of stage 3 per tensor and pass; small tensors are not gathered, or together
+"""ZeRO stage -> operations per tensor that ZeRO adds to the dry run's: in forward and backward; in an optimizer step."""
+_GATHERS = 0.54  # all-gathers of stage 3 per tensor and pass, as counted; small tensors are kept or gathered together
 
 
 def zero_run(
@@ -34,7 +35,8 @@ def zero_run(
 ) -> DryRunResult:
     """Return memory, FLOPs and communication of one rank with these ZeRO settings.
 
-    ``is_accumulating``: a step has several micro batches. ``is_cpu``: the device's memory is the host's.
+    ``trace`` is the dry run of the model. ``is_accumulating``: a step has several micro batches. ``is_cpu``: the device is the
+    host, so that both share one memory.
     """
     gradients = zero.bytes_per_value * trace.trainable_parameters
     inner_collectives, last_collectives = _collectives(trace, zero, gradients)
@@ -65,52 +67,80 @@ def zero_run(
     )
 
 
+class _RankSizes(NamedTuple):
+    """What a rank has of the model, and sizes of what it gathers and copies."""
+
+    owned: float  # parameters whose optimizer state the rank has
+    here: float  # those of them whose optimizer state is on the device
+    largest: float  # bytes of the largest tensor
+    copied: float  # bytes of the largest gradient if it is too large for a bucket
+    held: float  # bytes of the parameters that stage 3 keeps gathered
+
+
+def _rank_sizes(trace: ModelTrace, zero: ZeroFeatures) -> _RankSizes:
+    width = zero.bytes_per_value
+    owned = trace.owned_parameters(zero.replicas) if zero.stage else float(trace.trainable_parameters)
+    largest = width * trace.largest_tensor
+    held = 0.0
+    if zero.stage == 3:
+        live = min(zero.live_elements, zero.reuse_elements) + zero.prefetch_elements + trace.largest_tensor
+        held = min(float(trace.state_bytes["parameters"]), width * live)
+    copied = largest if trace.largest_tensor > zero.reduce_elements else 0
+    return _RankSizes(owned, owned * (1 - zero.host_share), largest, copied, held)
+
+
+def _temporary_bytes(
+    trace: ModelTrace, zero: ZeroFeatures, sizes: _RankSizes, gradients: float, *, is_accumulating: bool
+) -> tuple[float, float, float]:
+    """Return the bytes that a step needs beside those that live between steps.
+
+    They are (gradients in the next forward pass of a step, bytes at the end of a backward pass, bytes in the optimizer step).
+    """
+    width, is_half, here = zero.bytes_per_value, zero.bytes_per_value == 2, sizes.here
+    buckets, copied = zero.bucket_bytes, sizes.copied
+    if zero.stage == 0:
+        reducing = gradients + min(gradients, width * _FLAT_ELEMENTS)
+        return gradients, reducing, gradients + (8 * trace.trainable_parameters if is_half else 0)
+    if zero.stage == 3:
+        stepping = min(zero.group_elements, here) * (_MASTER_BYTES + (width if is_half else 0))
+        return 0.0, sizes.held + 2 * sizes.largest, stepping
+    stepping = here * (2 * width + (_MASTER_BYTES if is_half else 0)) + copied
+    offloaded = 8 * min(sizes.owned, trace.largest_tensor) if zero.host_share else 0
+    if zero.stage == 1:
+        reducing = gradients + buckets + (offloaded if zero.host_share else copied)
+        return gradients + buckets, reducing, stepping
+    # If a rank owns a part of a tensor's gradient, it keeps the whole gradient.
+    carried = max(width * sizes.owned, sizes.largest) if here else 0.0
+    reducing = buckets + carried + copied + (sizes.largest if is_accumulating else 0) + offloaded
+    return carried, reducing, stepping
+
+
 def _memory(
     trace: ModelTrace, zero: ZeroFeatures, gradients: float, *, is_accumulating: bool
 ) -> tuple[MemoryForm, float, dict[str, int]]:
-    """Return (memory peaks on device, bytes on host, part of model -> device bytes)."""
-    stage, width, trained = zero.stage, zero.bytes_per_value, trace.trainable_parameters
-    is_half = width == 2
-    owned = trace.owned_parameters(zero.replicas) if stage else float(trained)
-    here = owned * (1 - zero.host_share)  # parameters whose optimizer state is on the device
-    masters = _MASTER_BYTES if is_half or stage else 0
-    state = masters + _moment_bytes(trace, is_half=is_half)
-    largest = width * trace.largest_tensor
-    copied = largest if trace.largest_tensor > zero.reduce_elements else 0  # not reduced in a bucket
-    buckets = zero.bucket_bytes
+    """Return (memory peaks on device, bytes on host, part -> device bytes).
+
+    The parts are parameters, gradients, optimizer and buffers. ``gradients`` are the bytes of all gradients of the model.
+    """
+    stage, width, sizes = zero.stage, zero.bytes_per_value, _rank_sizes(trace, zero)
+    here, buckets = sizes.here, zero.bucket_bytes
+    state = (_MASTER_BYTES if width == 2 or stage else 0) + _moment_bytes(trace, is_half=width == 2)
     whole = float(trace.state_bytes["parameters"])
     # AutoEP's experts are divided among the ranks that have the same ones, as their optimizer state is.
-    experts = width * (trace.owned_parameters(1) - trained)
+    experts = width * (trace.owned_parameters(1) - trace.trainable_parameters)
     weights = (whole + experts) / zero.replicas if stage == 3 else whole
-    on_host = (owned - here) * (state + _MASTER_BYTES + width) + (weights if zero.has_host_params else 0)
-    weights = 0.0 if zero.has_host_params else weights
-    held = 0.0
-    if stage == 3:
-        live = min(zero.live_elements, zero.reuse_elements) + zero.prefetch_elements + trace.largest_tensor
-        held = min(whole, width * live)
+    on_host = (sizes.owned - here) * (state + _MASTER_BYTES + width)
+    if zero.has_host_params:
+        on_host, weights = on_host + weights, 0.0
     settled = weights + trace.state_bytes["buffers"] + state * here
-    # ``carried``: gradients in the next forward pass of a step. ``reducing``: what the end of a backward pass adds.
-    carried = reducing = 0.0
-    if stage == 0:
-        carried, reducing = gradients, gradients + min(gradients, width * _FLAT_ELEMENTS)
-        stepping = gradients + (8 * trained if is_half else 0)
-    elif stage == 1:
-        carried, reducing = gradients + buckets, gradients + buckets + copied
-    elif stage == 2:
-        # If a rank owns a part of a tensor's gradient, it keeps the whole gradient.
-        carried = max(width * owned, largest) if here else 0.0
-        reducing = buckets + carried + copied + (largest if is_accumulating else 0)
-    else:
+    if stage == 3:
         settled += width * here + buckets
-        reducing = held + 2 * largest
-    if stage in (1, 2):
-        stepping = here * (2 * width + (_MASTER_BYTES if is_half else 0)) + copied
-    elif stage == 3:
-        stepping = min(zero.group_elements, here) * (_MASTER_BYTES + (width if is_half else 0))
-    if zero.host_share and stage < 3:
-        settled += largest
-        reducing += 8 * min(owned, trace.largest_tensor) - (copied if stage == 1 else 0)
-    start = settled + held + (carried if is_accumulating else 0)
+    elif stage and zero.host_share:
+        settled += sizes.largest
+    carried, reducing, stepping = _temporary_bytes(
+        trace, zero, sizes, gradients, is_accumulating=is_accumulating
+    )
+    start = settled + sizes.held + (carried if is_accumulating else 0)
     beside = buckets if stage == 2 or (stage == 1 and not is_accumulating) else 0
     phases = [
         _phase("forward", start, trace.memory),
@@ -130,14 +160,14 @@ def _memory(
         "parameters": weights,
         "gradients": gradients if stage < 2 else width * here if stage == 3 else carried,
         "optimizer": state * here,
-        "buffers": trace.state_bytes["buffers"] + buckets + held,
+        "buffers": trace.state_bytes["buffers"] + buckets + sizes.held,
     }
     form = MemoryForm(tuple(each for each in phases if each.lines), settled)
     return form, on_host, {name: int(value) for name, value in parts.items()}
 
 
 def _moment_bytes(trace: ModelTrace, *, is_half: bool) -> float:
-    """Return the bytes of optimizer state per trained parameter, without fp32 weights."""
+    """Return bytes of optimizer state per trained parameter, without its fp32 weight."""
     if not trace.trainable_parameters:
         return 0.0
     measured = trace.state_bytes["optimizer"] / trace.trainable_parameters
@@ -145,7 +175,10 @@ def _moment_bytes(trace: ModelTrace, *, is_half: bool) -> float:
 
 
 def _phase(name: str, start: float, form: MemoryForm) -> PhaseMemory:
-    """Return a dry-run phase's memory as if ``start`` bytes were allocated before it."""
+    """Return the peak memory of a phase that begins with ``start`` bytes allocated.
+
+    ``form`` has the phase's memory in the dry run, where other bytes were allocated before it.
+    """
     lines = [line for each in form.phases if each.phase == name for line in each.lines]
     moved = upper_envelope((start + line.base - form.settled, line.per_record) for line in lines)
     return PhaseMemory(name, moved)
@@ -154,7 +187,7 @@ def _phase(name: str, start: float, form: MemoryForm) -> PhaseMemory:
 def _collectives(
     trace: ModelTrace, zero: ZeroFeatures, gradients: float
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """Return the collectives of all micro batches but a step's last, and of the last."""
+    """Return the collectives of each micro batch but a step's last, and of the last."""
     weights, num_tensors = trace.state_bytes["parameters"], trace.num_tensors
 
     def one(kind: str, phase: str, num_calls: int, num_bytes: float) -> Collective:

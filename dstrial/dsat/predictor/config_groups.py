@@ -6,14 +6,15 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dstrial.dsat.core.candidate import BatchSplit, Candidate, value_at
+from dstrial.config.dotted_keys import value_at
+from dstrial.dsat.core.candidate import BatchSplit, Candidate
 from dstrial.dsat.predictor.features import ZeroFeatures
-from dstrial.dsat.space.knobs import KNOBS, KNOWN_PATHS, ZERO, useful_values, width_of
-from dstrial.dsat.space.space import Space, Structure
+from dstrial.dsat.space import KNOBS, KNOWN_PATHS, ZERO, Space, Structure, useful_values, width_of
 
+# Keys that enable offloading; keys whose value is a size -> their last part.
 _OFFLOADS = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
 _SIZES = {knob.path: knob.path.rpartition(".")[2] for knob in KNOBS if knob.counts_params}
-_MAX_BASES = 96
+_MAX_BASES = 96  # most groups that are searched
 _BEYOND = 8  # largest micro batch to consider, relative to the largest that has run
 # Micro batches that are considered if the batch is free: all up to 32, then 16 per doubling.
 _ALL_UP_TO, _SHARES = 32, 16
@@ -22,8 +23,8 @@ _ALL_UP_TO, _SHARES = 32, 16
 class ConfigGroups:
     """Groups configurations by ZeRO stage, offloading and settings of unknown effect.
 
-    A structure is a configuration without its batch sizes. On a CPU, configurations that differ only in offloading belong to the
-    same group.
+    Methods take a configuration without its batch sizes (``Structure``). On a CPU, offloading saves no memory, so that it does
+    not vary unless ``--space`` names it.
     """
 
     def __init__(self, space: Space, *, is_cpu: bool = False) -> None:
@@ -36,7 +37,7 @@ class ConfigGroups:
         self._bases: list[Structure] = []
 
     def bases(self) -> list[Structure]:
-        """Return one legal configuration of each group, the user's own first."""
+        """Return one legal configuration, without batch sizes, of each group; own first."""
         if self._bases:
             return self._bases
         found = {self.group(self.own): self.own}
@@ -53,10 +54,10 @@ class ConfigGroups:
         return self._bases
 
     def moves(self, structure: Structure, num_params: float | None) -> list[Structure]:
-        """Return the legal configurations that differ in one setting within the group.
+        """Return the legal configurations that differ from this one in one setting.
 
-        The effect of the setting is known to the predictor. Of a setting's sizes (such as bucket sizes) above ``num_params``,
-        the model's number of parameters, only the smallest is tried.
+        Batch sizes are left out. Only settings vary whose effect the predictor computes, without offloading. Of sizes (such as
+        bucket sizes) above ``num_params``, the model's number of parameters (None: unknown), only the smallest is tried.
         """
         found, settings = [], dict(structure.settings)
         effective = self._effective_of(_without(structure, _SIZES))
@@ -88,24 +89,24 @@ class ConfigGroups:
         return self._setups[structure]
 
     def is_legal(self, structure: Structure) -> bool:
-        """Return whether DeepSpeed accepts a configuration and uses all its settings."""
+        """Return whether DeepSpeed accepts a configuration and uses all of its settings."""
         checked = _without(structure, _SIZES)
         if checked not in self._legal:
             self._legal[checked] = self.space.illegal_reason(self.space.candidate(checked, 0)) is None
         return self._legal[checked]
 
     def group(self, structure: Structure) -> tuple[Any, ...]:
-        """Return a configuration's stage, offloading, and settings of unknown effect."""
+        """Return a configuration's ZeRO stage, offloading, and settings of unknown effect."""
         return (*self.setup(structure).group, self.unknown_settings(structure))
 
     def unknown_settings(self, structure: Structure) -> tuple[tuple[str, Any], ...]:
-        """Return the (path, value) settings whose effect the predictor does not know."""
+        """Return (path, value) of each setting whose effect is not computed."""
         return tuple((path, value) for path, value in structure.settings if path not in KNOWN_PATHS)
 
     def identity(self, candidate: Candidate, num_params: float | None = None) -> tuple[Any, ...]:
-        """Return a key shared by candidates that DeepSpeed cannot tell apart.
+        """Return a key that is equal for configurations that DeepSpeed runs identically.
 
-        Bucket and other sizes above ``num_params``, the number of parameters (None: unknown), count as equal.
+        Bucket and other sizes above ``num_params``, the model's number of parameters (None: unknown), count as equal.
         """
         setup = self.setup(structure_of(candidate))
         setup = setup if num_params is None else setup.clamped(num_params)
@@ -113,7 +114,7 @@ class ConfigGroups:
         return setup, repr([self.space.value(candidate, path) for path in added]), candidate.batch
 
     def run_key(self, structure: Structure, *, is_accumulating: bool) -> str:
-        """Return the key of the dry run that is used for a configuration.
+        """Return the key of the dry run that serves to predict a configuration.
 
         Configurations that differ only in ZeRO's sizes and switches (such as buckets and overlap) share a dry run.
         ``is_accumulating``: a step has several micro batches.
@@ -124,10 +125,10 @@ class ConfigGroups:
         return json.dumps([setup.stage, on_host, setup.has_host_params, unknown, is_accumulating])
 
     def representatives(self) -> dict[str, tuple[Structure, bool]]:
-        """Return the configurations to dry-run: run key -> (structure, is accumulating).
+        """Return the configurations to dry-run: :meth:`run_key` -> (it, is accumulating).
 
-        ``--space`` settings that set parallel dimensions are removed from these configurations, because their effect is computed
-        without a dry run.
+        Batch sizes are left out; a step is accumulating if it has several micro batches. Sizes of parallel dimensions from
+        ``--space`` are removed, because their effect is computed without a dry run.
         """
         sizes = self.space.batch_size_grid
         kinds = sorted({sizes.split(position).accumulation > 1 for position in (0, sizes.last)}, reverse=True)
@@ -148,6 +149,7 @@ class ConfigGroups:
         return self._effective[structure]
 
     def _makes_group(self, path: str) -> bool:
+        """Return whether configurations with other values of a key are another group."""
         if path in _OFFLOADS:
             return not self._is_cpu or path in self.space.extra
         return path not in KNOWN_PATHS
@@ -159,12 +161,15 @@ def _without(structure: Structure, paths: Collection[str]) -> Structure:
 
 
 def structure_of(candidate: Candidate) -> Structure:
-    """Return a candidate's configuration without batch sizes."""
+    """Return a configuration without its batch sizes."""
     return Structure(candidate.stage, candidate.settings)
 
 
 def positions(space: Space, largest: int | None = None) -> Sequence[int]:
-    """Return ``space.batch_size_grid`` indices of sizes up to ``largest`` (None: all)."""
+    """Return the micro batch sizes to try, as indices of ``space.batch_size_grid``.
+
+    ``largest`` limits the sizes, in records, if the global batch size may change; None: no limit.
+    """
     axis = space.batch_size_grid
     if not axis.is_free:
         return range(axis.last + 1)
@@ -179,10 +184,10 @@ def positions(space: Space, largest: int | None = None) -> Sequence[int]:
 
 
 def positions_near(space: Space, ran: Sequence[BatchSplit]) -> Sequence[int]:
-    """Return grid indices of micro batches up to 8 times the largest one that has run.
+    """Return the micro batch sizes up to 8 times the largest one that has run.
 
-    The grid is ``space.batch_size_grid``. ``ran`` lists the batches that have run; if it is empty, the limit is 8 times the
-    user's own micro batch.
+    They are returned as indices of ``space.batch_size_grid``. ``ran`` are the batch sizes that have run; if it is empty, the
+    limit is 8 times the user's own micro batch.
     """
     axis = space.batch_size_grid
     largest = _BEYOND * max((one.micro_batch_size for one in ran), default=space.own().batch.micro_batch_size)

@@ -1,4 +1,4 @@
-"""Split step time and memory of a configuration into parts, from its dry run.
+"""Split a configuration's step time and memory into parts, from a dry run.
 
 docs/explanation/dsat-model.md has the equations and their symbols.
 """
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dstrial.dsat.predictor.hardware import Machine
-from dstrial.dsat.space.knobs import ZERO
+from dstrial.dsat.space import ZERO
 from dstrial.engine.dryrun.values import DryRunResult, Line
 
 ASSUMED_LAYERS = 50
@@ -31,21 +31,25 @@ _KNOBS = (
     *_SIZES,
     *("host_share", "is_overlapping", "is_contiguous", "has_reduce_scatter", "is_round_robin"),
 )
+"""Fields of ``ZeroFeatures`` that may vary between configurations of the same stage and offloading."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ZeroFeatures:
-    """The ZeRO settings of a configuration from which time and memory are predicted."""
+    """The ZeRO settings of a configuration from which time and memory are predicted.
+
+    Fields ``*_elements`` are numbers of parameters or gradients; ``_SIZES`` names their keys in DeepSpeed's config.
+    """
 
     stage: int
     replicas: int  # ranks among which ZeRO divides the model
     reduce_elements: float
     gather_elements: float
-    is_overlapping: bool
+    is_overlapping: bool  # communication overlaps with computation (``overlap_comm``)
     host_share: float  # share of the optimizer state that is on the host
     has_host_params: bool  # parameters are on the host
-    bytes_per_value: int
-    is_contiguous: bool = True
+    bytes_per_value: int  # of a parameter or gradient
+    is_contiguous: bool = True  # gradients are copied to a contiguous buffer
     has_reduce_scatter: bool = True
     prefetch_elements: float = 5e7
     persistent_elements: float = 1e5
@@ -53,8 +57,8 @@ class ZeroFeatures:
     reuse_elements: float = 1e9
     group_elements: float = 1e9
     is_round_robin: bool = False
-    layer_ranks: int = 1  # that share each layer (AutoTP)
-    sequence_ranks: int = 1  # that share each sequence (Ulysses)
+    layer_ranks: int = 1  # ranks that share each layer (AutoTP)
+    sequence_ranks: int = 1  # ranks that share each sequence (Ulysses)
 
     @classmethod
     def from_config(
@@ -66,6 +70,7 @@ class ZeroFeatures:
         layer_ranks: int = 1,
         sequence_ranks: int = 1,
     ) -> ZeroFeatures:
+        """Return the ZeRO settings of a DeepSpeed config with defaults filled in."""
         zero = effective.get(ZERO) or {}
         stage = int(zero.get("stage") or 0)
         optimizer, params = (zero.get(name) or {} for name in ("offload_optimizer", "offload_param"))
@@ -101,7 +106,7 @@ class ZeroFeatures:
         return tuple((name, getattr(self, name)) for name in _KNOBS) if self.stage else ()
 
     def clamped(self, parameters: float) -> ZeroFeatures:
-        """Return a copy with bucket and other sizes of at most ``parameters`` elements.
+        """Return a copy whose bucket and other sizes are at most ``parameters`` elements.
 
         ``parameters`` is the model's number of parameters; larger sizes have the same effect.
         """
@@ -110,9 +115,9 @@ class ZeroFeatures:
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of all gradient buckets.
+        """Bytes of all gradient buckets of a rank.
 
-        Two buckets in stages 1 and 2 with overlap, none in stage 0, otherwise one.
+        Stage 0 has none, stages 1 and 2 with overlap have two, all others have one.
 
         Source: DeepSpeed ``runtime/zero/stage_1_and_2.py`` ``setup_buckets`` and ``stage3.py``'s flat bucket.
         """
@@ -122,10 +127,10 @@ class ZeroFeatures:
         return count * int(self.reduce_elements) * self.bytes_per_value
 
     def kept_elements(self, parameters: float) -> float:
-        """Return how many gathered parameters stage 3 keeps from forward to backward.
+        """Return how many gathered parameters stage 3 keeps between forward and backward.
 
-        ``parameters`` is the model's number of parameters. ZeRO keeps a parameter if at most
-        ``stage3_max_reuse_distance / 2`` follow it in forward: each of these is used twice before the parameter's backward.
+        ``parameters`` is the model's number of parameters. ZeRO keeps a parameter if at most ``stage3_max_reuse_distance / 2``
+        follow it in forward. Each of these is used twice before the parameter's backward.
         """
         if self.stage != 3:
             return 0.0
@@ -160,19 +165,19 @@ PHASES = ("forward", "backward", "step")
 
 _STATE_BYTES = 30.0
 """Bytes that Adam reads and writes for each parameter: gradient, weight and two moments, and the weight in half precision."""
-_FILLING_TOKENS = 512.0  # time, in tokens, that a micro batch loses by not filling the device
-_FILLING_SHARE = 0.25  # the same loss as a share of a record, for models without tokens
+_FILLING_TOKENS = 512.0  # a micro batch loses the time of so many tokens by not filling the device
+_FILLING_SHARE = 0.25  # the same loss as a share of a record's time, for models without tokens
 _MAX_HIDDEN = 0.9  # share of computing that communication can overlap
 _MIN_OVERHEAD = 0.1  # share of the operations' overhead that a busy device does not hide
-_UNSTREAMED = 0.3  # share of prefetches that still overlap without ``overlap_comm``
-_STEP_SHARE = 0.35  # the optimizer's share of the operations of a step without accumulation
+_UNSTREAMED = 0.3  # share of the prefetched parameters that still overlap without ``overlap_comm``
+_STEP_SHARE = 0.35  # the optimizer's share of the operations of a step with one micro batch
 _FULL = 0.9  # share of the device's memory above which its allocator frees and allocates again; assumed
-_COPIED_IN, _COPIED_OUT = 2.0, 0.8  # memory copies of a gradient with contiguous gradients, and without
+_COPIED_IN, _COPIED_OUT = 2.0, 0.8  # copies of each gradient in memory, with contiguous gradients and without
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepParts:
-    """The seconds of an optimizer step, split into the parts that ``PARTS`` names."""
+    """The predicted seconds of an optimizer step, split by their cause (``PARTS``)."""
 
     phases: tuple[tuple[float, ...], ...]  # for each of ``PHASES``, seconds in the order of ``PARTS``
 
@@ -182,7 +187,7 @@ class StepParts:
         return tuple(map(sum, zip(*self.phases, strict=True)))
 
     def pressed(self, share: float) -> StepParts:
-        """Return a copy that includes the time lost when memory is nearly full.
+        """Return a copy that adds the time lost when memory is nearly full.
 
         ``share`` is the predicted memory peak, divided by the device's memory.
         """
@@ -201,27 +206,19 @@ def step_parts(
     micro_batch_size: int,
     accumulation: int,
 ) -> StepParts:
-    """Predict the seconds of each part of a configuration's optimizer step.
+    """Return the predicted seconds of a step, split by their cause (``PARTS``).
 
     ``setup`` are the ZeRO settings of the configuration; ``run`` is a dry run of a similar configuration, with the ZeRO settings
     ``ran``. ``accumulation`` is the number of micro batches per optimizer step.
     """
-    model, all_flops = (max(line.at(micro_batch_size), 0.0) for line in (run.flops.model, run.flops.hardware))
-    # Each rank computes its share of a record.
-    rate = machine.flops_per_s * (setup.layer_ranks * setup.sequence_ranks)
-    forward_s = accumulation * model / 3 / rate
-    backward_s = accumulation * max(all_flops - model / 3, 0.0) / rate
-    tokens = 0.0 if run.tokens is None else run.tokens.per_record
-    filling = min(_FILLING_TOKENS / tokens, 1.0) if tokens > 1 else _FILLING_SHARE
-    filling *= accumulation * max(run.flops.hardware.per_record, 0.0) / rate
+    forward_s, backward_s, filling = _compute_s(run, machine, setup, micro_batch_size, accumulation)
     overheads = _overheads(run, machine, accumulation, (forward_s, backward_s, 0.0))
     exchange = _exchange_s(run, machine, setup, micro_batch_size * accumulation, accumulation)
 
-    reduced, gathered, stepped = _calls(run, machine, setup, ran, accumulation)
-    buckets = max(math.ceil(run.parameters / max(setup.reduce_elements, 1.0)), 1)
+    reduced, gathered, stepped = _communication_s(run, machine, setup, ran, accumulation)
     # Stages 0 and 1 send gradients only during the backward pass of the last micro batch.
     often, beside_s = (accumulation, backward_s) if setup.stage >= 2 else (1, backward_s / accumulation)
-    able = 1 - 1 / buckets if setup.is_overlapping else 0.0
+    able = 1 - 1 / _num_buckets(run, setup.reduce_elements) if setup.is_overlapping else 0.0
     reduce = _exposed(*reduced, hides=machine.hides, able=able, beside_s=beside_s)
     first, second = _gathers(run, machine, setup, gathered, accumulation, (forward_s, backward_s))
 
@@ -262,8 +259,30 @@ def step_parts(
     return StepParts(phases)
 
 
+def _compute_s(
+    run: DryRunResult, machine: Machine, setup: ZeroFeatures, micro_batch_size: int, accumulation: int
+) -> tuple[float, float, float]:
+    """Return (seconds of forward, seconds of backward, seconds of an unfilled device).
+
+    The first two are those of all matrix products of a step; the third is what small products lose beside them.
+    """
+    model, all_flops = (max(line.at(micro_batch_size), 0.0) for line in (run.flops.model, run.flops.hardware))
+    # Each rank computes its share of a record.
+    rate = machine.flops_per_s * (setup.layer_ranks * setup.sequence_ranks)
+    tokens = 0.0 if run.tokens is None else run.tokens.per_record
+    filling = min(_FILLING_TOKENS / tokens, 1.0) if tokens > 1 else _FILLING_SHARE
+    return (
+        accumulation * model / 3 / rate,
+        accumulation * max(all_flops - model / 3, 0.0) / rate,
+        filling * (accumulation * max(run.flops.hardware.per_record, 0.0) / rate),
+    )
+
+
 def _optimizer_s(run: DryRunResult, machine: Machine, setup: ZeroFeatures) -> tuple[float, float, float]:
-    """Return seconds of the optimizer on device and on host, and of copying weights."""
+    """Return (seconds on the device, seconds on the host, seconds of copying weights).
+
+    The first two are those of the optimizer; updated weights are then copied from the host to the device.
+    """
     owned = run.trainable_parameters / setup.layer_ranks / (setup.replicas if setup.stage else 1)
     on_host = owned * setup.host_share
     on_device_s = (owned - on_host) * _STATE_BYTES / machine.copy_bytes_per_s
@@ -282,17 +301,21 @@ def _phase(**seconds: float) -> tuple[float, ...]:
 class _Exposed(NamedTuple):
     """Seconds of communication that are not overlapped with computation."""
 
-    moved_s: float  # moving bytes; can never be overlapped
-    called_s: float  # starting calls; can never be overlapped
-    unhidden_s: float  # could be overlapped, but is not
-    fetched_s: float = 0.0  # copies from the host
+    moved_s: float  # of moving bytes that cannot be overlapped
+    called_s: float  # of starting calls that cannot be overlapped
+    unhidden_s: float  # of communication that could be overlapped, but is not
+    fetched_s: float = 0.0  # of copies from the host
 
 
 def _exposed(moved_s: float, called_s: float, *, hides: float, able: float, beside_s: float) -> _Exposed:
-    """Split communication that runs beside ``beside_s`` seconds of computation.
+    """Return the seconds of communication that computation does not hide.
 
-    ``moved_s`` and ``called_s``: seconds of moving bytes and of starting calls. ``able``: share of the communication that can be
-    overlapped (for gradients, all but the last bucket). ``hides``: the part of this share that is overlapped.
+    Args:
+        moved_s: seconds of moving bytes.
+        called_s: seconds of starting calls.
+        hides: part of the overlappable communication that really overlaps.
+        able: share of the communication that can overlap; of gradients, all but the last bucket.
+        beside_s: seconds of computation at the same time.
     """
     whole = moved_s + called_s
     if not whole or not hides:
@@ -310,9 +333,10 @@ def _gathers(
     accumulation: int,
     computing: tuple[float, float],
 ) -> list[_Exposed]:
-    """Return the exposed gathers and host fetches in [forward, backward].
+    """Return [forward, backward] seconds that stage 3 waits for parameters.
 
-    ``gathered``: seconds (moving bytes, starting calls) of all gathers. ``computing``: seconds of both passes' computation.
+    ``gathered`` is (seconds of moving bytes, seconds of starting calls) of all gathers. ``computing`` is (seconds of forward,
+    seconds of backward) of computation.
     """
     fetched = 0.0
     if machine.host_copy_bytes_per_s is not None and setup.has_host_params:
@@ -333,7 +357,10 @@ def _gathers(
 def _overheads(
     run: DryRunResult, machine: Machine, accumulation: int, computing: tuple[float, ...]
 ) -> list[float]:
-    """Return each phase's seconds of operation launches not hidden by computation."""
+    """Return the seconds of each phase in which the device waits for operations.
+
+    ``computing`` are the seconds of computation in each phase, which hide the start of operations.
+    """
     last = run.last_operations
     inner = run.inner_operations if accumulation > 1 and run.inner_operations else (1 - _STEP_SHARE) * last
     passes = accumulation * inner * machine.operation_s
@@ -345,12 +372,12 @@ def _overheads(
     ]
 
 
-def _calls(
+def _communication_s(
     run: DryRunResult, machine: Machine, setup: ZeroFeatures, ran: ZeroFeatures, accumulation: int
 ) -> list[tuple[float, float]]:
-    """Return the communication time of gradient reduction, gathers and optimizer step.
+    """Return the times of reducing gradients, of gathers, and of the optimizer step.
 
-    Each item is seconds of (moving bytes, starting calls).
+    Each item is (seconds of moving bytes, seconds of starting calls), summed over a step's micro batches.
     """
     sums = {"reduce": [0.0, 0.0], "gather": [0.0, 0.0], "step": [0.0, 0.0]}
     for each in run.collectives(accumulation):
@@ -358,13 +385,14 @@ def _calls(
             continue
         kind, where, ratio = each.kind, "step", 1.0
         if each.phase == "reduce":
-            where, ratio = "reduce", _bucket_ratio(run, setup.reduce_elements, ran.reduce_elements)
+            where = "reduce"
+            ratio = _num_buckets(run, setup.reduce_elements) / _num_buckets(run, ran.reduce_elements)
             if not setup.has_reduce_scatter and ran.has_reduce_scatter:
                 kind = "all_reduce"
         elif each.phase == "gather" and setup.stage == 3:
             where = "gather"
         elif each.phase == "gather" and setup.stage in (1, 2):
-            ratio = _bucket_ratio(run, setup.gather_elements, ran.gather_elements)
+            ratio = _num_buckets(run, setup.gather_elements) / _num_buckets(run, ran.gather_elements)
         num_bytes = each.num_bytes / setup.layer_ranks
         moved, called = machine.link(kind).seconds(max(round(each.num_calls * ratio), 1), num_bytes)
         sums[where][0] += moved
@@ -393,9 +421,9 @@ def _exchange_s(
     return machine.link(kind).seconds(calls * ASSUMED_LAYERS * accumulation, num_bytes)
 
 
-def _bucket_ratio(run: DryRunResult, new: float, old: float) -> float:
-    new_count, old_count = (max(math.ceil(run.parameters / max(size, 1.0)), 1) for size in (new, old))
-    return new_count / old_count
+def _num_buckets(run: DryRunResult, elements: float) -> int:
+    """Return the number of buckets of this size for all parameters of the model."""
+    return max(math.ceil(run.parameters / max(elements, 1.0)), 1)
 
 
 # ---- memory ----------------------------------------------------------------------------------
@@ -415,14 +443,14 @@ MEMORY_PARTS = (
 temporary bytes that do not depend on the micro batch, if gradients are whole, divided (from stage 2 on) or copied to the host.
 ``kept``, ``grown``: bytes that grow with the micro batch, in forward and in all other phases. ``buckets``, ``overlapped``: the
 gradient bucket, and the buckets that overlapping adds. ``held``: gathered parameters that a stage keeps, as its knobs allow."""
-_OVERLAPPED_STAGE_3 = 0.5  # buckets that overlapping adds in stage 3
-_GATHERED = 0.5  # share of an all-gather bucket that is alive at the peak of a step
-_MIN_SHARE = 0.6  # phases below this share of the highest peak cannot become the highest
+_OVERLAPPED_STAGE_3 = 0.5  # number of gradient buckets that overlapping adds in stage 3
+_GATHERED = 0.5  # share of an all-gather bucket that exists at the peak of an optimizer step
+_MIN_SHARE = 0.6  # a phase below this share of the highest peak is assumed never to become the highest
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PeakParts:
-    """The peak bytes of one phase, split into the parts that ``MEMORY_PARTS`` names."""
+    """The peak bytes of a phase of a step, split by their use (``MEMORY_PARTS``)."""
 
     phase: str
     num_bytes: tuple[float, ...]  # in the order of ``MEMORY_PARTS``
@@ -490,7 +518,7 @@ def _split(
 
 
 def _held_bytes(setup: ZeroFeatures, phase: str, parameters: float) -> float:
-    """Return the bytes of gathered parameters alive at the peak of a phase."""
+    """Return the bytes of gathered parameters that exist at the peak of a phase."""
     width = setup.bytes_per_value
     if setup.stage == 3 and phase in ("forward", "backward", "reduce", "gather"):
         ahead = min(

@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-METRIC_PREFIX = "machine_"  # of the metrics in which a measuring trial reports the speed of its machine
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")  # that are timed, for all others, too
+METRIC_PREFIX = "machine_"  # prefix of the metrics in which a trial reports the speed of its machine
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")  # collectives whose speed trials measure
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class Machine:
     """The compute, memory and network rates of one rank while all ranks are busy."""
 
     flops_per_s: float
-    operation_s: float  # an operation of torch that does almost nothing
-    copy_bytes_per_s: float  # read and written in device memory
-    host_bytes_per_s: float
-    host_copy_bytes_per_s: float | None  # between device and host; None where the device is the host
+    operation_s: float  # time of an operation of torch on a tiny tensor
+    copy_bytes_per_s: float  # bytes read plus bytes written in device memory
+    host_bytes_per_s: float  # bytes read plus bytes written in host memory
+    host_copy_bytes_per_s: float | None  # between device and host; None if the device is the host
     collectives: Mapping[str, Link]  # collective -> link, for this number of ranks
     hides: float = 0.0  # share of the communication that overlapping hides behind computation
 
@@ -104,11 +104,9 @@ DEVICES: dict[str, Device] = {
 """FLOPs without sparsity; bytes between devices and to the host in one direction, half of what is published."""
 
 _REACHED = 0.7  # share of a published rate that large operations reach; assumed
-_HIDDEN_ON_DEVICES = 0.7
-_OPERATION_S = 6e-6
-_CALL_S = 12e-6
-_NETWORK_CALL_S = 25e-6
-_HOST_BYTES_PER_S = 15e9
+# Assumed, too: ``Machine.hides``; start of an operation; latency of a collective inside a machine and between machines.
+_HIDDEN_ON_DEVICES, _OPERATION_S, _CALL_S, _NETWORK_CALL_S = 0.7, 6e-6, 12e-6, 25e-6
+_HOST_BYTES_PER_S = 15e9  # one rank's share of the bandwidth of host memory
 
 
 def nominal_machine(
@@ -119,9 +117,9 @@ def nominal_machine(
     bytes_per_value: int = 2,
     network_bytes_per_s: float = 50e9,
 ) -> Machine:
-    """Return a machine with 70 % of the rates in a device's data sheet.
+    """Return the rates of ``num_ranks`` devices: 70 % of those in the data sheet.
 
-    ``per_machine`` is the number of devices of a machine. ``network_bytes_per_s`` is the network rate between machines, per
+    ``per_machine`` is the number of devices in a machine. ``network_bytes_per_s`` is the network rate between machines, per
     device and direction. A ring collective over several machines is limited by the network rate of all devices of a machine.
 
     Source: a ring sends 2 (n - 1) / n of a tensor in an all_reduce, half of that in other collectives (Patarasuk and Yuan 2009).

@@ -1,4 +1,4 @@
-"""Inputs of predictions: dry runs, and facts about the model from the first trial."""
+"""Inputs of predictions: requests for dry runs, and their results."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrial.dsat.core.outcome import Measured
 from dstrial.dsat.predictor.hardware import Machine
-from dstrial.dsat.space.space import Space
 from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult
 
-UNDESCRIBED = "nothing"
-NUM_BATCHES = 4  # first batches of a training loader, of which the largest is dry-run
+UNDESCRIBED = "nothing"  # ``PredictInputs.described_by`` if no dry run succeeded
+NUM_BATCHES = 4  # a dry run uses the largest of so many first batches of the training loader
 
 _COUNTED_AT = 4  # micro batch size at which FLOPs of a record are counted
+# Classes that run a trial or a script in a dry run.
 _TRIAL = "dstrial.dsat.rank.workloads:TrialWorkload"
 _SCRIPT = "dstrial.dsat.rank.workloads:ScriptWorkload"
 
@@ -81,8 +80,8 @@ class PredictInputs:
     machine: Machine | None = None  # None to learn it from the first measurement
     capacity_bytes: float | None = None  # of one device; None to learn it from a measurement
     is_cpu: bool = False
-    described_by: str = UNDESCRIBED  # or ``fake tensors``, ``one real batch``
-    notes: tuple[str, ...] = ()
+    described_by: str = UNDESCRIBED  # what the dry runs used: ``fake tensors`` or ``one real batch``
+    notes: tuple[str, ...] = ()  # lines for the user
 
     @property
     def flops_per_record(self) -> float | None:
@@ -103,45 +102,3 @@ class PredictInputs:
         runs = {key: DryRunResult.from_json(run) for key, run in value["runs"].items()}
         machine = None if machine is None else Machine.from_json(machine)
         return cls(**{**known, "runs": runs, "machine": machine, "notes": tuple(value["notes"])})
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """Size of the model and memory of the device, from the first measurement."""
-
-    num_params: float
-    num_trainable_params: float
-    activation_bytes: float | None  # kept for backward per record of one micro batch
-    device_bytes: float | None  # None where the device is the CPU
-
-    @classmethod
-    def from_measured(cls, measured: Measured) -> ModelInfo | None:
-        """Return a measurement's model info; None if the number of parameters is missing."""
-        params, trainable = measured.value("num_params"), measured.value("num_trainable_params")
-        if params is None:
-            return None
-        activations, device = (
-            measured.value(name) for name in ("activation_bytes_per_record", "device_memory_bytes")
-        )
-        return cls(params, params if trainable is None else trainable, activations, device)
-
-
-def _state_bytes(info: ModelInfo, stage: int, space: Space) -> float:
-    """Return the bytes of parameters, gradients and optimizer state on one device."""
-    # Adam in half precision: 12 bytes per parameter (master weight, two moments), else 8. Rajbhandari et al. 2020, section 3.1.
-    width, replicas = space.bytes_per_value, space.replicas
-    optimizer = info.num_trainable_params * (12 if width == 2 else 8) / (replicas if stage >= 1 else 1)
-    gradients = info.num_trainable_params * width / (replicas if stage >= 2 else 1)
-    params = info.num_params * width / (replicas if stage >= 3 else 1)
-    return params + gradients + optimizer
-
-
-def largest_micro_batch(info: ModelInfo, stage: int, space: Space) -> int | None:
-    """Return the largest micro batch that may fit on the device; None if unknown.
-
-    The result is at least 1, even if 1 does not fit.
-    """
-    if info.device_bytes is None or not info.activation_bytes:
-        return None
-    free = info.device_bytes - _state_bytes(info, stage, space)
-    return max(int(free // info.activation_bytes), 1)

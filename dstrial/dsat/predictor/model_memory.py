@@ -1,4 +1,4 @@
-"""Compute for ``dstrial memory`` which parts of a model need how much memory."""
+"""Compute for ``dstrial memory`` how much memory each part of a training needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dstrial.dsat.predictor.models import MemoryPrediction
 from dstrial.dsat.predictor.plan import PROBABILITY
 from dstrial.engine.dryrun.values import DryRunResult
 
-PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
+PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")  # of a training's device memory
+# Part of a training's memory -> what makes it smaller.
 _REMEDIES = {
     "parameters": "ZeRO stage 3 divides them",
     "gradients": "ZeRO stage 2 divides them",
@@ -18,7 +19,7 @@ _REMEDIES = {
     "buffers": "reduce_bucket_size, allgather_bucket_size and, with ZeRO stage 3, sub_group_size set the engine's",
 }
 _GIB = 2**30
-_SMALL_PARAMETERS = 50_000_000  # a model with fewer is shown in MiB
+_SMALL_PARAMETERS = 50_000_000  # memory of a model with fewer parameters is shown in MiB
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,23 +28,23 @@ class Placement:
 
     num_slots: int
     micro_batch_size: int  # of one device
-    run: DryRunResult | None  # None if it failed
-    problem: str | None = None
-    stage: int | None = None  # of a pipeline
-    need: MemoryPrediction | None = None  # with context and fragmentation, as ``dsat plan`` predicts it
+    run: DryRunResult | None  # dry run; None if it failed
+    problem: str | None = None  # why there is no prediction
+    stage: int | None = None  # index of the pipeline stage
+    need: MemoryPrediction | None = None  # of one device, with driver and fragmentation, as in ``dsat plan``
     notes: tuple[str, ...] = ()  # sentences for the user
 
     @property
     def peak_bytes(self) -> float:
-        """The most bytes of tensors alive at once on one device; 0 if unknown."""
+        """The most bytes of tensors that exist at once on one device; 0 if unknown."""
         return 0.0 if self.run is None else self.run.device.peak(self.micro_batch_size)
 
     def fits(self, capacity_bytes: float) -> bool:
-        """Return whether ``capacity_bytes`` suffice with the probability ``PROBABILITY``."""
+        """Return whether a device with ``capacity_bytes`` suffices with 98 % probability."""
         return self.need is not None and self.need.quantile(PROBABILITY) <= capacity_bytes
 
     def parts(self) -> dict[str, float]:
-        """Return part of the model -> its bytes at the peak of one device's memory.
+        """Return part of the training -> its bytes at the peak of one device's memory.
 
         ``activations`` are the bytes that grow with the micro batch. ``gradients`` are counted with their largest size, but at
         most with what parameters, optimizer and activations leave of the peak. ``buffers`` (of modules, operations and
@@ -62,7 +63,10 @@ class Placement:
         return {**dict(zip(PARTS, sizes, strict=True)), "peak": peak, "host": self.run.host.peak(size)}
 
     def largest(self) -> dict[str, float]:
-        """Return part -> its largest bytes at any time on one device; also ``peak``."""
+        """Return part of the training -> its most bytes on one device at any time.
+
+        ``peak`` is the most bytes of all parts together.
+        """
         if self.run is None:
             return {}
         found = {name: float(value) for name, value in self.run.device_parts.items()}
@@ -72,7 +76,7 @@ class Placement:
 
 
 def answer(placements: Sequence[Placement], capacity_bytes: float, deepspeed: str) -> list[str]:
-    """Return three lines that say how many devices suffice, and which part is largest.
+    """Return three lines: how many devices suffice, and what needs most memory.
 
     ``capacity_bytes`` is the memory of one device. ``deepspeed`` describes the DeepSpeed config in the text.
     """
@@ -119,7 +123,10 @@ def _largest_stages(placements: Sequence[Placement]) -> list[Placement]:
 
 
 def table(placements: Sequence[Placement], capacity_bytes: float) -> list[list[str]]:
-    """Return a header and one row per predicted placement; sizes in ``table_unit``."""
+    """Return a header and one row per number of devices (and pipeline stage).
+
+    Sizes are in ``table_unit``. Numbers of devices without a prediction are left out.
+    """
     divisor = _GIB if table_unit(placements) == "GiB" else _GIB // 1024
     has_stages = any(one.stage is not None for one in placements)
     rows = [["devices", *["stage"] * has_stages, "micro batch", *PARTS, "peak", "needs", "of device", "host"]]

@@ -32,11 +32,11 @@ _STEP_FACTORS: dict[str, tuple[float, float]] = {
     "host_copies": (1.35, 0.6),
     "pressure": (0.12, 0.7),
 }
-"""Mean and relative standard deviation of each part's factor before anything was measured: models reach about two thirds of
-what large matrix products do, optimizers read their state more than once. Assumed."""
-# Relative standard deviations of effects.
+"""Part of a step -> (mean, relative standard deviation) of its factor before anything was measured; assumed. Models reach about
+two thirds of the speed of large matrix products; optimizers read their state more than once."""
+# Relative standard deviations of effects on time; docs/explanation/dsat-model.md lists them.
 _GROUP, _GROUP_SLOPE, _STAGE, _PHASE = 0.09, 0.04, 0.01, 0.05  # slope: for each factor 8 of the micro batch
-_KNOB, _SWITCH, _STRUCTURE, _MICRO = 0.004, 0.02, 0.004, 0.01
+_KNOB, _SWITCH, _STRUCTURE, _MICRO = 0.004, 0.02, 0.004, 0.01  # structure: settings without batch sizes
 _TREND, _USUAL_SIZE = 0.008, 1e8  # trend: for each factor 10 of a bucket's elements
 _UNKNOWN_SETTING = 0.06
 _PHASE_NOISE = 0.001  # share of the whole step, because the device is synchronised at the edges of a phase
@@ -44,18 +44,18 @@ _PHASE_NOISE = 0.001  # share of the whole step, because the device is synchroni
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Point:
-    """The input of the time model and of the memory model for one configuration."""
+    """What the time model and the memory model need to know about a configuration."""
 
     parts: StepParts
     peaks: tuple[PeakParts, ...]  # of phases in the dry run, the highest first; empty if unknown
     group: tuple[Any, ...]  # begins with the ZeRO stage; predictions in a group have a common error
-    knobs: tuple[tuple[str, Any], ...]
+    knobs: tuple[tuple[str, Any], ...]  # (name, value) of other ZeRO settings
     micro_batch_size: int
     extras: tuple[tuple[str, Any], ...] = ()  # (path, value) of settings of unknown effect
-    is_scattered: bool = False  # gradients are not contiguous
+    is_scattered: bool = False  # gradients are not in a contiguous buffer
 
     def time_row(self, phase: str | None = None) -> Row:
-        """Return the regression's input for the time of a step, or of one of its phases."""
+        """Return the regression's input for the time of a step, or of one phase of it."""
         effects = (
             (f"micro {self.micro_batch_size}", _MICRO),
             (f"slope {self.group}", _GROUP_SLOPE * math.log2(self.micro_batch_size) / 3),
@@ -84,7 +84,7 @@ class Point:
         return self.peaks[0].total_bytes if self.peaks else 0.0
 
     def peak_in(self, phases: Sequence[str]) -> PeakParts | None:
-        """Return the highest peak among these phases; None if there is none."""
+        """Return the highest memory peak in these phases; None if the dry run has none."""
         return next((one for one in self.peaks if one.phase in phases), None)
 
 
@@ -92,7 +92,10 @@ class Point:
 def _structure_effects(
     group: tuple[Any, ...], knobs: tuple[tuple[str, Any], ...], extras: tuple[tuple[str, Any], ...]
 ) -> Effects:
-    """Return the regression effects that do not depend on the micro batch."""
+    """Return those effects on time that do not depend on the micro batch.
+
+    An effect is an error that similar configurations share (``regression.Effects``).
+    """
     effects: list[tuple[Hashable, float]] = [
         (f"stage {group[0]}", _STAGE),
         (f"group {group}", _GROUP),
@@ -125,18 +128,18 @@ class TimePrediction:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timing:
-    """Measured seconds of a step, and of its phases that were timed."""
+    """A measurement: seconds of a step, and of those phases that were timed."""
 
     point: Point
     seconds: float
-    noise: float  # relative
+    noise: float  # relative standard deviation
     phases: Mapping[str, float] = dataclasses.field(default_factory=dict)  # phase -> measured seconds
 
 
 class StepModel:
     """Predicts the step times of configurations from measured step times.
 
-    ``is_scaled``: the machine's rates are known only up to a common factor.
+    ``is_scaled``: the machine's speed was not measured, so that all predictions may be wrong by a common factor.
     """
 
     def __init__(self, timings: Sequence[Timing] = (), *, is_scaled: bool = False) -> None:
@@ -154,6 +157,7 @@ class StepModel:
         self._regression = Regression([_STEP_FACTORS[part] for part in PARTS], samples, is_scaled=is_scaled)
 
     def predict(self, points: Sequence[Point], phase: str | None = None) -> list[TimePrediction]:
+        """Return the predicted time of each configuration's step, or of one phase."""
         medians, deviations = self._regression.predict([point.time_row(phase) for point in points])
         return [
             TimePrediction(float(median), float(deviation))
@@ -174,14 +178,16 @@ _MEMORY_FACTORS = {
     "overlapped": (1.35, 0.45),
     "held": (0.75, 0.6),
 }
-"""Mean and relative standard deviation of each part's factor before anything was measured. Assumed."""
+"""Part of a memory peak -> (mean, relative standard deviation) of its factor before anything was measured; assumed."""
+# Relative standard deviations of effects on memory, and of a measurement's noise.
 _MEMORY_GROUP, _MEMORY_STRUCTURE, _MEMORY_PHASE = 0.03, 0.01, 0.03
 _MEMORY_UNKNOWN_SETTING, _MEMORY_SLOPE = 0.1, 0.015
 _MEMORY_NOISE = 0.004
-_SCATTERED = 0.03  # share of memory that non-contiguous gradients leave unusable between them
+_SCATTERED = 0.03  # share of memory that gradients outside a contiguous buffer leave unusable between them
 _WASTE_NOISE, _MAX_WASTE, _BEYOND = 0.01, 0.1, 0.5
-"""Of waste above ``_MAX_WASTE``, half could be freed by the allocator."""
-_NEAR = 0.85  # points above this share of the fewest bytes that ran out are expected to fail, unless more have run
+"""Waste is log(bytes that the allocator holds / bytes of tensors). Of waste above ``_MAX_WASTE`` only half counts, because the
+allocator could free the other half."""
+_NEAR = 0.85  # a peak above this share of the lowest that ran out is expected to run out, unless more ran
 _MEASURED_PHASES = {"forward": ("forward", "gather"), "backward": ("backward", "reduce"), "step": ("step",)}
 """Phase of a measurement -> phases of a dry run within it."""
 
@@ -190,11 +196,11 @@ _MEASURED_PHASES = {"forward": ("forward", "gather"), "backward": ("backward", "
 class DeviceMemory:
     """Assumptions about the memory of a device before any measurement."""
 
-    capacity_bytes: float | None
-    context_bytes: float = 0.0  # of driver and libraries, before any tensor
-    context_std_bytes: float = 0.0
+    capacity_bytes: float | None  # memory of the device; None if unknown
+    context_bytes: float = 0.0  # taken by driver and libraries before any tensor
+    context_std_bytes: float = 0.0  # standard deviation of ``context_bytes``
     waste: float = 0.0  # mean of log(bytes that the allocator holds / bytes of tensors)
-    log_std: float = 0.02  # of the waste of a new structure
+    log_std: float = 0.02  # standard deviation of the waste
 
     @classmethod
     def cpu(cls, capacity_bytes: float | None = None) -> DeviceMemory:
@@ -238,16 +244,17 @@ class MemoryModel:
         self.device = device
         self._samples: list[Sample] = []
         self._errors: list[Row] = []
-        # group -> dry-run bytes: the fewest that ran out of memory, and the most that ran
+        # group -> bytes according to the dry run: the fewest that ran out of memory, and the most that ran
         self._failed_bytes: dict[tuple[Any, ...], float] = {}
         self._run_bytes: dict[tuple[Any, ...], float] = {}
         self._wastes: list[float] = []
         self._regression: Regression | None = None
 
     def measured(self, point: Point, phases: Mapping[str, float], reserved_bytes: float | None) -> None:
-        """Add the measured peak bytes of tensors: phase -> bytes, or ``all`` -> bytes.
+        """Learn from a measurement.
 
-        ``reserved_bytes`` is the largest number of bytes that the allocator held.
+        ``phases`` are peak bytes of tensors: phase -> bytes, and ``all`` -> bytes of the whole step. ``reserved_bytes`` is the
+        largest number of bytes that the allocator held; None if it was not measured.
         """
         self._run_bytes[point.group] = max(self._run_bytes.get(point.group, 0.0), point.total_bytes)
         whole = phases.get("all") or max(phases.values(), default=0.0)
@@ -265,7 +272,7 @@ class MemoryModel:
         self._regression = None
 
     def ran_out(self, point: Point, phase: str) -> None:
-        """Add an out-of-memory error in ``phase``; an empty phase means unknown."""
+        """Learn from an out-of-memory error in ``phase``; empty if the phase is unknown."""
         peak = point.peak_in((*_MEASURED_PHASES.get(phase, ()), phase)) or point.peaks[0]
         self._errors.append(point.memory_row(peak))
         self._failed_bytes[point.group] = min(
@@ -274,7 +281,10 @@ class MemoryModel:
         self._regression = None
 
     def predict(self, points: Sequence[Point]) -> list[MemoryPrediction | None]:
-        """Return each point's peak in the phase least likely to fit; None if unknown."""
+        """Return the predicted memory peak of each configuration; None if unknown.
+
+        The peak is that of the phase that is least likely to fit.
+        """
         mean, waste_std = self._waste()
         peaks = [(point, peak) for point in points for peak in point.peaks]
         medians, deviations = self._fitted().predict([point.memory_row(peak) for point, peak in peaks])
@@ -289,7 +299,7 @@ class MemoryModel:
         return [self._raised(point, worst.get(id(point))) for point in points]
 
     def _raised(self, point: Point, found: MemoryPrediction | None) -> MemoryPrediction | None:
-        """Return a peak above the capacity if nearly as much has run out of memory."""
+        """Return ``found``, raised above the device's memory if nearly as much ran out."""
         least = _NEAR * self._failed_bytes.get(point.group, math.inf)
         if found is None or point.total_bytes < max(least, self._run_bytes.get(point.group, 0.0) + 1):
             return found
@@ -306,7 +316,7 @@ class MemoryModel:
         return self._regression
 
     def _waste(self) -> tuple[float, float]:
-        """Return mean and deviation of log(allocator bytes / tensor bytes) at the peak."""
+        """Return (mean, standard deviation) of log(allocator's bytes / bytes of tensors)."""
         prior, own = 1 / max(self.device.log_std, 1e-6) ** 2, 1 / _WASTE_NOISE**2
         weight = prior + own * len(self._wastes)
         return (self.device.waste * prior + own * sum(self._wastes)) / weight, math.sqrt(1 / weight)

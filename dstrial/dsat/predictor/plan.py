@@ -12,40 +12,46 @@ from dstrial.dsat.predictor.features import StepParts, ZeroFeatures, peak_parts
 from dstrial.dsat.predictor.inputs import PredictInputs
 from dstrial.dsat.predictor.models import DeviceMemory, MemoryModel, MemoryPrediction, Point
 from dstrial.dsat.predictor.predictor import Predictor
-from dstrial.dsat.space.space import Space, Structure
+from dstrial.dsat.space import Space, Structure
 from dstrial.engine.dryrun.values import DryRunResult
 
 PROBABILITY = 0.98  # a configuration fits if its probability to fit is at least this
 MAX_ROWS = 10  # of a printed plan
 
-_NUM_BEST = 3
+_NUM_BEST = 3  # configurations of which a plan shows variations
 _LARGEST_FREE = 1024  # largest micro batch to consider if the global batch may vary
-_COUNTED_AT = 4  # micro batch size at which FLOPs and tokens of a record are counted
+_COUNTED_AT = 4  # micro batch size for which FLOPs and tokens of a record are computed
 _GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanRow:
-    """The prediction of one configuration with the fastest micro batch that fits."""
+    """The prediction for one configuration, with the fastest micro batch that fits.
+
+    If no micro batch fits, it is the smallest one.
+    """
 
     candidate: Candidate
     description: str
-    num_slots: int
-    fits: bool
-    margin_bytes: float  # left on each device, at ``PROBABILITY``; negative if missing
-    memory_bytes: float  # on each device, at the median, with context and fragmentation
-    host_bytes: float  # of tensors of each rank
-    throughput: float  # records a second of all ranks, at the median
+    num_slots: int  # number of devices
+    fits: bool  # into the memory of a device, with the probability ``PROBABILITY``
+    margin_bytes: float  # free on each device with that probability; negative if missing
+    memory_bytes: float  # median of what each device needs, with driver and fragmentation
+    host_bytes: float  # of each rank's tensors in host memory
+    throughput: float  # median of the records per second of all ranks
     tokens_per_s: float | None  # None if records have no tokens
-    mfu: float | None  # FLOPs of the model / published FLOPs of the devices; None if unknown
+    mfu: float | None  # FLOP/s of the model / published FLOP/s of the devices; None if unknown
 
     def epoch(self, epoch_records: int, price: float | None) -> tuple[float | None, float | None]:
-        """Return (hours, cost) of an epoch, None if unknown; ``price`` is per device-hour."""
+        """Return (hours, cost) of an epoch, each None if unknown.
+
+        ``epoch_records`` is the number of records of an epoch, 0 if unknown; ``price`` is that of one device for an hour.
+        """
         hours = epoch_records / self.throughput / 3600 if epoch_records else None
         return hours, None if hours is None or price is None else hours * price * self.num_slots
 
     def cells(self, epoch_records: int, price: float | None) -> tuple[str, ...]:
-        """Return table cells in the order of ``columns``; ``price`` is per device-hour."""
+        """Return the texts of a table's row, in the order of ``columns``."""
         hours, cost = self.epoch(epoch_records, price)
         rate = self.throughput if self.tokens_per_s is None else self.tokens_per_s
         margin = self.margin_bytes / _GIB
@@ -66,6 +72,7 @@ class PlanRow:
 
 
 def columns(rows: Sequence[PlanRow]) -> tuple[str, ...]:
+    """Return the headings of the table that ``dsat plan`` prints."""
     rate = "records/s" if all(row.tokens_per_s is None for row in rows) else "tokens/s"
     return ("slots", "configuration", rate, "MFU", "epoch h", "epoch cost", "GiB", "margin GiB", "host GiB")
 
@@ -73,20 +80,18 @@ def columns(rows: Sequence[PlanRow]) -> tuple[str, ...]:
 def make_plan(
     space: Space, inputs: PredictInputs, *, num_slots: int = 1, peak_flops_per_s: float | None = None
 ) -> list[PlanRow]:
-    """Predict one configuration of each group, and variations of the three best.
+    """Return predictions for configurations of all stages, and variations of the best.
 
-    Configurations that fit come first, from fast to slow; then the others, by ascending missing memory. ``peak_flops_per_s`` is
-    the device's published rate, for MFU; None if unknown.
+    They are one configuration per ZeRO stage and kind of offloading, and variations of the three best. Configurations that fit
+    come first, from fast to slow; then the others, by ascending missing memory. ``peak_flops_per_s`` is the device's published
+    rate, for the MFU; None if unknown.
     """
     groups = ConfigGroups(space)
     predictor = Predictor(groups, inputs, "throughput")
 
     def rows_of(structures: Sequence[Structure]) -> list[PlanRow]:
         rows = [_row(predictor, one, num_slots, peak_flops_per_s) for one in structures]
-        found = [row for row in rows if row is not None]
-        return sorted(
-            found, key=lambda row: (not row.fits, -row.throughput if row.fits else -row.margin_bytes)
-        )
+        return sorted((row for row in rows if row is not None), key=_order)
 
     rows = rows_of(groups.bases())
     best = [structure_of(row.candidate) for row in rows[:_NUM_BEST] if row.fits]
@@ -96,15 +101,20 @@ def make_plan(
     for row in rows_of([*best, *near]):
         faster.setdefault(round(row.throughput, 6), row)
     chosen = {row.description: row for row in (*list(faster.values())[:_NUM_BEST], *rows)}
-    return sorted(
-        chosen.values(), key=lambda row: (not row.fits, -row.throughput if row.fits else -row.margin_bytes)
-    )
+    return sorted(chosen.values(), key=_order)
+
+
+def _order(row: PlanRow) -> tuple[bool, float]:
+    return not row.fits, -row.throughput if row.fits else -row.margin_bytes
 
 
 def _row(
     predictor: Predictor, structure: Structure, num_slots: int, peak_flops_per_s: float | None
 ) -> PlanRow | None:
-    """Return the prediction with the fastest micro batch that fits, else the smallest."""
+    """Return the prediction for ``structure``; None if it was not dry-run.
+
+    ``structure`` is a configuration without its batch sizes.
+    """
     space, capacity = predictor.space, predictor.capacity_bytes
     largest = _LARGEST_FREE if space.batch_size_grid.is_free else None
     candidates = [space.candidate(structure, position) for position in positions(space, largest)]
@@ -135,7 +145,10 @@ def _row(
 def needed_memory(
     run: DryRunResult, zero: ZeroFeatures, micro_batch_size: int, capacity_bytes: float
 ) -> MemoryPrediction:
-    """Return the memory that a configuration needs on a device, as in ``dsat plan``."""
+    """Return the memory that a configuration needs on a device, as ``dsat plan`` does.
+
+    ``run`` is a dry run with the ZeRO settings ``zero``; ``capacity_bytes`` is the device's memory.
+    """
     point = Point(
         StepParts(()),  # its time is not predicted
         tuple(peak_parts(run, zero, zero, micro_batch_size)),
@@ -164,6 +177,10 @@ def headline(plans: Mapping[int, Sequence[PlanRow]], num_params: float, where: s
 
 
 def to_json(rows: Sequence[PlanRow], epoch_records: int, price: float | None) -> list[dict[str, Any]]:
+    """Return predictions as JSON values, with hours and cost of an epoch.
+
+    ``epoch_records`` and ``price`` are those of :meth:`PlanRow.epoch`.
+    """
     found = []
     for row in rows:
         hours, cost = row.epoch(epoch_records, price)

@@ -1,4 +1,4 @@
-"""Predict time and memory of configurations, and learn from every outcome."""
+"""Predict time and memory of configurations, and learn from each trial."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dstrial.dsat.core.outcome import METRICS_TO_MAXIMIZE, FailureKind, Measured
 from dstrial.dsat.predictor.config_groups import ConfigGroups, structure_of
 from dstrial.dsat.predictor.features import PHASES, peak_parts, step_parts
 from dstrial.dsat.predictor.hardware import Machine, unknown_machine
-from dstrial.dsat.predictor.inputs import ModelInfo, PredictInputs
+from dstrial.dsat.predictor.inputs import PredictInputs
 from dstrial.dsat.predictor.models import (
     DeviceMemory,
     MemoryModel,
@@ -22,29 +22,32 @@ from dstrial.dsat.predictor.models import (
     TimePrediction,
     Timing,
 )
-from dstrial.dsat.space.space import Space
+from dstrial.dsat.space import Space
 from dstrial.engine.dryrun.values import DryRunResult
 
-_UNKNOWN_NOISE = 0.01  # relative noise of a measurement without a confidence interval
-_MAX_SPREAD = 0.15  # limit of the log cost's standard deviation in bounds and expected gains
+_UNKNOWN_NOISE = 0.01  # relative standard deviation of a measurement without a confidence interval
+_MAX_SPREAD = 0.15  # limit of the log cost's standard deviation in confidence bounds and expected gains
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prediction:
-    """The predicted time, memory and cost of a candidate."""
+    """The predicted time, memory and cost of a configuration.
+
+    The cost is what the search minimizes: seconds per record, or the seconds that the metric names.
+    """
 
     candidate: Candidate
     time: TimePrediction  # of a step, or of the phase that the metric names
-    memory: MemoryPrediction | None
-    probability_to_fit: float  # 1 if nothing limits memory
-    cost: float  # median seconds per record; of the step or phase if the metric is a time
+    memory: MemoryPrediction | None  # None if unknown
+    probability_to_fit: float  # into the device's memory; 1 if its size is unknown
+    cost: float  # at the median time
 
     def lower_confidence_bound(self, num_stds: float) -> float:
         """Return the cost at ``num_stds`` standard deviations below its median."""
         return self.cost * math.exp(-num_stds * min(self.time.log_std, _MAX_SPREAD))
 
     def expected_improvement(self, cost: float) -> float:
-        """Return the expected relative gain over a measured ``cost``; losses count as 0.
+        """Return the expected relative gain over ``cost``; a loss counts as no gain.
 
         Source: expected improvement (Jones, Schonlau and Welch 1998), on the logarithm.
         """
@@ -55,7 +58,10 @@ class Prediction:
 
 
 class Predictor:
-    """Predicts time, memory and cost of configurations, learning from measured ones."""
+    """Predicts time, memory and cost of configurations; learns from measured ones.
+
+    ``metric`` is the metric that the search optimizes.
+    """
 
     def __init__(self, groups: ConfigGroups, inputs: PredictInputs, metric: str) -> None:
         self.groups = groups
@@ -64,11 +70,10 @@ class Predictor:
         self._metric = metric
         self._phase = metric if metric in PHASES else None
         self._is_per_record = metric in METRICS_TO_MAXIMIZE
-        self.info: ModelInfo | None = None  # according to the first measurement
         self.machine: Machine | None = inputs.machine
         self.capacity_bytes = inputs.capacity_bytes
         self.outcomes: list[tuple[Candidate, Outcome]] = []
-        self._ran = groups.representatives()
+        self._ran = groups.representatives()  # the structures that were dry-run
         self._points: dict[Candidate, Point | None] = {}
         self._memory = self._new_memory()
         self.time = StepModel()
@@ -82,13 +87,12 @@ class Predictor:
     # ---- learning --------------------------------------------------------------------------------
 
     def learn(self, candidate: Candidate, outcome: Outcome) -> None:
-        """Add the outcome of a trial, and fit the time and memory models again."""
+        """Learn the outcome of a trial: fit the time model and the memory model again."""
         self.outcomes.append((candidate, outcome))
         if isinstance(outcome, Measured):
             if self.machine is None:
                 self.machine = Machine.from_metrics(outcome.metrics)
                 self._points.clear()
-            self.info = self.info or ModelInfo.from_measured(outcome)
             # A measured capacity replaces the guess from an out-of-memory error.
             self.capacity_bytes = (
                 self.inputs.capacity_bytes or outcome.value("device_memory_bytes") or self.capacity_bytes
@@ -100,8 +104,13 @@ class Predictor:
         self.time = StepModel(self._timings(), is_scaled=self.machine is None)
 
     def fantasize(self, candidates: Sequence[Candidate]) -> StepModel:
-        """Return a time model that treats predicted times of ``candidates`` as measured."""
-        points, _ = self._pressed([point for one in candidates if (point := self._point(one)) is not None])
+        """Return a time model that takes predicted times of ``candidates`` as measured.
+
+        It serves to choose a further trial while these are still running.
+        """
+        points, _ = self._with_pressure(
+            [point for one in candidates if (point := self._point(one)) is not None]
+        )
         if not points:
             return self.time
         supposed = [
@@ -113,9 +122,12 @@ class Predictor:
     # ---- predicting ------------------------------------------------------------------------------
 
     def predictions(self, candidates: Sequence[Candidate], time: StepModel | None = None) -> list[Prediction]:
-        """Return predictions of those ``candidates`` that were dry-run, in their order."""
+        """Return predictions of those ``candidates`` that have a dry run, in their order.
+
+        ``time`` replaces the time model; None: that of all outcomes so far.
+        """
         known = [(one, point) for one in candidates if (point := self._point(one)) is not None]
-        points, memories = self._pressed([point for _, point in known])
+        points, memories = self._with_pressure([point for _, point in known])
         times = (time or self.time).predict(points, self._phase)
         result = []
         for (candidate, _), found, memory in zip(known, times, memories, strict=True):
@@ -126,7 +138,7 @@ class Predictor:
         return result
 
     def cost(self, candidate: Candidate, outcome: Outcome | None) -> float | None:
-        """Return a measured cost in the unit of ``Prediction.cost``; None if unmeasured."""
+        """Return a measured cost, in the unit of ``Prediction.cost``; None if unmeasured."""
         if not isinstance(outcome, Measured):
             return None
         if self._phase is not None:
@@ -138,7 +150,7 @@ class Predictor:
         return seconds / candidate.batch.train_batch_size
 
     def forecast(self, prediction: Prediction, *, is_guess: bool) -> dict[str, Any]:
-        """Return a prediction as JSON values, without times if they are only a guess."""
+        """Return a prediction as JSON values; if ``is_guess``, without times."""
         return {
             "step_s": None if is_guess else prediction.time.median_s,
             "spread": None if is_guess else prediction.time.log_std,
@@ -147,7 +159,7 @@ class Predictor:
         }
 
     def host_bytes(self, candidate: Candidate) -> float:
-        """Return one rank's peak bytes of tensors on the host; 0 if unknown."""
+        """Return the peak bytes of one rank's tensors in host memory; 0 if unknown."""
         run = self.inputs.runs.get(self._run_key(candidate))
         return 0.0 if run is None else run.host.peak(candidate.batch.micro_batch_size)
 
@@ -186,8 +198,11 @@ class Predictor:
             is_scattered=setup.stage > 0 and not setup.is_contiguous,
         )
 
-    def _pressed(self, points: Sequence[Point]) -> tuple[list[Point], list[MemoryPrediction | None]]:
-        """Return ``points`` with time lost to nearly full memory, and their memory peaks."""
+    def _with_pressure(self, points: Sequence[Point]) -> tuple[list[Point], list[MemoryPrediction | None]]:
+        """Return (points, predicted memory peaks), both in the order of ``points``.
+
+        The returned points include the time that a configuration loses because memory is nearly full.
+        """
         memories, limit = self._memory.predict(points), self.capacity_bytes
         pressed = [
             point
@@ -226,7 +241,7 @@ class Predictor:
             half_width = outcome.value("half_width")
             noise = _UNKNOWN_NOISE if half_width is None else max(half_width / 1.96, 0.002)
             phases = {name: value / 1e6 for name in PHASES if (value := outcome.value(name))}
-            found.append(Timing(self._pressed([point])[0][0], seconds, noise, phases))
+            found.append(Timing(self._with_pressure([point])[0][0], seconds, noise, phases))
         return found
 
 

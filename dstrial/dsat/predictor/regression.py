@@ -24,7 +24,7 @@ Effects = tuple[tuple[Hashable, float], ...]
 _PRIOR_ROWS = 8.0  # the assumed spreads weigh as much as this many measured rows
 _MIN_SCALE, _MAX_SCALE = 0.7, 4.0  # limits of the common scale of all spreads
 _MIN_FACTOR = 0.05  # lower bound of a factor, as a share of its prior mean
-_LARGE = 0.03  # standard deviation of an effect that small residuals do not shrink
+_LARGE = 0.03  # small residuals do not shrink effects with a larger standard deviation
 _MIN_SPREAD = 0.003  # lowest relative standard deviation of a prediction
 _OUTLIER = 3.0  # an outlier is this many standard deviations from what all other rows predict
 _OUTLIER_NOISE = 0.05  # relative noise of an outlier's row
@@ -33,7 +33,10 @@ _MAX_ROUNDS, _CONVERGED = 20, 0.003  # rounds end when no sum of parts changes b
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """The inputs of one quantity: sizes of its known parts, and names of its effects."""
+    """What is known about a quantity: the sizes of its parts, and its effects.
+
+    An effect is a relative error that similar quantities share (``Effects``).
+    """
 
     parts: tuple[float, ...]
     effects: Effects
@@ -41,7 +44,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """A measured value of a quantity, or a lower bound of the quantity."""
+    """A measured value of a quantity, or a lower bound of it."""
 
     row: Row
     value: float
@@ -50,11 +53,11 @@ class Sample:
 
 
 class Regression:
-    """The posterior of factors and effects after ``samples``.
+    """Predicts quantities, such as seconds or bytes, from measured ``samples``.
 
-    A quantity is a sum of known parts, each times a factor; effects multiply the sum. ``priors`` has mean and relative deviation
-    of each factor. ``is_scaled`` multiplies the prior means by the median ratio of measured to expected values. ``is_robust``
-    gives outliers less weight, and allows a posterior deviation smaller than the assumed one.
+    A quantity is a sum of known parts, each times a factor; effects multiply the sum. ``priors`` are the (mean, relative standard
+    deviation) of each factor before any sample. ``is_scaled`` multiplies the prior means by the median ratio of measured to
+    expected values. ``is_robust`` gives outliers less weight, and allows a posterior deviation smaller than the assumed one.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class Regression:
             self._learn([*exact, *bounds])
 
     def predict(self, rows: Sequence[Row]) -> tuple[_Floats, _Floats]:
-        """Return the medians and the relative standard deviations of the rows' quantities."""
+        """Return (medians, relative standard deviations) of the predicted quantities."""
         if not rows:
             return np.zeros(0), np.zeros(0)
         parts = _parts(rows)
@@ -138,7 +141,11 @@ class Regression:
         effects: _Floats,
         noise: _Floats,
     ) -> _Fit:
-        """Return the posterior; each factor is at least ``_MIN_FACTOR`` of its prior mean."""
+        """Solve one round of the regression; return the posterior.
+
+        ``scaled`` are the rows' parts, and ``measured`` their log values, linearized. Each factor is at least ``_MIN_FACTOR`` of
+        its prior mean.
+        """
         mean, deviations = self._prior.copy(), self._deviations.copy()
         while True:
             shares = scaled * deviations

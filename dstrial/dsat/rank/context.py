@@ -1,4 +1,4 @@
-"""Measure the training loop of a script, and report the result to the search."""
+"""Measure the training loop of a trial, and report the result to the search."""
 
 from __future__ import annotations
 
@@ -15,28 +15,34 @@ import determined as det
 import torch.distributed
 
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, classify, failure_line, outcome_to_json
-from dstrial.dsat.rank.microbench import with_machine
+from dstrial.dsat.rank.microbench import measure_machine
 from dstrial.dsat.rank.statistics import SamplingLimits
 from dstrial.dsat.rank.step_timer import MeasurementDone, NumericError, StepTimer
 from dstrial.engine.engine_hooks import observe_engines
 from dstrial.local.json_files import write_json_atomically
-from dstrial.local.script_variables import RESULT_VARIABLE, SETTINGS_KEY, measuring_hyperparameters
+from dstrial.local.script_variables import (
+    BENCHMARK_KEY,
+    MEASURING_KEY,
+    RESULT_VARIABLE,
+    SETTINGS_KEY,
+    measuring_hyperparameters,
+)
 from dstrial.ranks import process_group
 from dstrial.visible_text import cut_text
 
-_TIMER_ATTRIBUTE = "_dstrial_step_timer"
+_TIMER_ATTRIBUTE = "_dstrial_step_timer"  # of the core context: the timer that all blocks of a trial share
 
 
 @contextlib.contextmanager
 def dsat_reporting_context(core_context: Any, op: Any, steps_completed: int | None = None) -> Iterator[None]:
-    """Measure the engine steps in the block if a dsat search runs this trial.
+    """Measure the engine's steps in the block if a dsat search runs this trial.
 
-    Otherwise the block just runs. When enough steps are measured, the metrics are reported as validation metrics, ``op`` is
-    completed, and ``engine.step()`` raises ``SystemExit`` with status 0. If the loop ends earlier, its steps are reported, and
-    the block raises ``SystemExit``, because the code after it belongs to a full training.
+    Otherwise the block just runs. When enough steps are measured, the metrics are reported as validation metrics, and ``op`` is
+    completed. Then ``engine.step()`` raises ``SystemExit`` with status 0. If the loop ends earlier, the steps so far are
+    reported. Then the end of the block raises ``SystemExit``, because the code after it belongs to a full training.
 
-    The block may contain the whole loop, or one step or micro batch, as in Determined's example of the Core API. Such short
-    blocks are measured together; a loop of short blocks must make enough steps.
+    The block may contain the whole loop, or one step or micro batch, as in Determined's example of the Core API. In the second
+    case all blocks are measured together, and the loop must make enough steps.
 
     Args:
         core_context: the core context of ``determined.core.init``.
@@ -45,16 +51,18 @@ def dsat_reporting_context(core_context: Any, op: Any, steps_completed: int | No
 
     Ranks: all, collectively.
     """
-    hparams = hyperparameters_of_trial()
-    if not hparams.get("_use_dsat_mode"):
+    hparams = _hyperparameters_of_trial()
+    if not hparams.get(MEASURING_KEY):
         yield
         return
     timer: StepTimer | None = getattr(core_context, _TIMER_ATTRIBUTE, None)
     if timer is None:
-        timer = StepTimer(limits_from(hparams), ends_process=True)
+        names = {field.name for field in dataclasses.fields(SamplingLimits)}
+        given = dict(hparams.get(SETTINGS_KEY) or {})
+        timer = StepTimer(SamplingLimits(**{name: value for name, value in given.items() if name in names}))
         setattr(core_context, _TIMER_ATTRIBUTE, timer)
     num_before = timer.num_observed_steps
-    with failures_reported(timer):
+    with _failures_reported(timer):
         try:
             with observe_engines(timer):
                 yield
@@ -67,14 +75,14 @@ def dsat_reporting_context(core_context: Any, op: Any, steps_completed: int | No
 
 
 def around_fit(core_context: Any) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that measures a trial's ``fit`` in its block.
+    """Return a context manager that measures ``Trainer.fit`` in its block.
 
     Ranks: all, collectively.
     """
     return dsat_reporting_context(core_context, None)
 
 
-def hyperparameters_of_trial() -> Mapping[str, Any]:
+def _hyperparameters_of_trial() -> Mapping[str, Any]:
     """Return the hyperparameters of this process's trial; empty outside a trial."""
     if (measured := measuring_hyperparameters()) is not None:
         return measured
@@ -82,14 +90,8 @@ def hyperparameters_of_trial() -> Mapping[str, Any]:
     return info.trial.hparams if info is not None and info.task_type == "TRIAL" else {}
 
 
-def limits_from(hparams: Mapping[str, Any]) -> SamplingLimits:
-    given = hparams.get(SETTINGS_KEY)
-    names = {field.name for field in dataclasses.fields(SamplingLimits)}
-    return SamplingLimits(**{name: value for name, value in dict(given or {}).items() if name in names})
-
-
-def report(measured: Measured, core_context: Any, steps_completed: int) -> None:
-    """Report metrics to the core context, and to the result file of a local search.
+def _report(measured: Measured, core_context: Any, steps_completed: int) -> None:
+    """Report a measurement to the core context, and to a local search's result file.
 
     Ranks: any; only rank 0 reports.
     """
@@ -103,8 +105,8 @@ def report(measured: Measured, core_context: Any, steps_completed: int) -> None:
 
 
 @contextlib.contextmanager
-def failures_reported(timer: StepTimer) -> Iterator[None]:
-    """Print an exception of the block as a failure line for the search; re-raise it."""
+def _failures_reported(timer: StepTimer) -> Iterator[None]:
+    """Print an exception of the block as a line that the search parses; re-raise it."""
     try:
         yield
     except BaseException as error:
@@ -127,9 +129,11 @@ def _report_failure(error: BaseException, timer: StepTimer) -> None:
 
 
 def _finish(timer: StepTimer, core_context: Any, op: Any, steps_completed: int | None) -> None:
-    measured = with_machine(timer.result(), hyperparameters_of_trial().get(SETTINGS_KEY), timer.dtype)
+    measured = timer.result()
+    if (_hyperparameters_of_trial().get(SETTINGS_KEY) or {}).get(BENCHMARK_KEY):
+        measured = Measured({**measured.metrics, **measure_machine(timer.dtype)})
     steps = steps_completed if steps_completed is not None else int(measured.metrics["num_steps"])
-    report(measured, core_context, steps)
+    _report(measured, core_context, steps)
     # A loop that ends by itself may have completed the operation, which must not be completed twice.
     if op is not None and _rank() == 0 and not getattr(op, "_completed", False):
         op.report_completed(measured.metrics["throughput"])

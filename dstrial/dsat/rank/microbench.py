@@ -1,37 +1,24 @@
-"""Benchmark the machine with all ranks busy, to predict step times."""
+"""Measure the speed of the machine with all ranks busy, to predict step times."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.distributed
 from deepspeed.accelerator import get_accelerator
 
-from dstrial.dsat.core.outcome import Measured
 from dstrial.dsat.predictor.hardware import METRIC_PREFIX
-from dstrial.local.script_variables import BENCHMARK_KEY
 
-_SIZES = (256, 512, 1024, 2048, 4096, 8192)
-_LONG_ENOUGH_S = 0.02  # larger products are not faster
-_NUM_OPERATIONS = 300
-_COPIED_BYTES = {"cpu": 2**24, "device": 2**28}
-_SENT_BYTES = {"cpu": 2**22, "device": 2**27}
-_FEW_BYTES = 4096
-_REPEATS = 5
-
-
-def with_machine(measured: Measured, settings: Mapping[str, Any] | None, dtype: torch.dtype) -> Measured:
-    """Add FLOP/s, copy and collective speeds to a measurement if ``settings`` ask.
-
-    Ranks: all, collectively.
-    """
-    if not (settings or {}).get(BENCHMARK_KEY):
-        return measured
-    return Measured({**measured.metrics, **measure_machine(dtype)})
+_SIZES = (256, 512, 1024, 2048, 4096, 8192)  # rows of the square matrices that are multiplied
+_LONG_ENOUGH_S = 0.02  # products that take longer reach no higher rate, so no larger ones are tried
+_NUM_OPERATIONS = 300  # operations on a tiny tensor, of which the mean time is taken
+_COPIED_BYTES = {"cpu": 2**24, "device": 2**28}  # size of the copies that measure bandwidth of memory
+_SENT_BYTES = {"cpu": 2**22, "device": 2**27}  # size of the collectives that measure bandwidth
+_FEW_BYTES = 4096  # size of the collectives that measure latency
+_REPEATS = 5  # a time is the median of so many
 
 
 def measure_machine(dtype: torch.dtype) -> dict[str, float]:
@@ -45,7 +32,7 @@ def measure_machine(dtype: torch.dtype) -> dict[str, float]:
     device = torch.device(accelerator.current_device_name())
 
     def timed(call: Callable[[], object], times: int = 1) -> float:
-        """Return the seconds of a call: the median of several means over ``times`` calls."""
+        """Return the seconds of one call: the median of 5 means over ``times`` calls."""
         found = []
         for _ in range(_REPEATS):
             if not is_cpu:

@@ -1,7 +1,7 @@
 """Run a Core API script as a rank of a trial on this machine, without a master.
 
-``python -m dstrial.dsat.rank.standalone_script SCRIPT ARGS...``. In the script, Determined's API returns the search's
-experiment config, and reports go to a run directory. The search runs this command, not the user.
+The command is ``python -m dstrial.dsat.rank.standalone_script SCRIPT ARGS...``; searches run it, users do not. In the
+script, Determined's API returns the search's experiment config, and reports go to a run directory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dstrial.local.script_variables import STAND_IN_CLUSTER, KnownExperiment, re
 from dstrial.ranks.identity import RankIdentity, identify
 from dstrial.ranks.stop_signals import StopSignals
 
-_NO_MASTER = "http://localhost:1"
+_NO_MASTER = "http://localhost:1"  # Determined's API needs a URL, but nothing connects to it
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Statistics of step times: end of warm-up, confidence interval of the median."""
+"""Statistics of step times: end of warm-up, median and its confidence interval."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_NUM_RESAMPLES = 500
-_FIRST_TIMED_STEP = 2
+_NUM_RESAMPLES = 500  # of the bootstrap
+_FIRST_TIMED_STEP = 2  # counted from 1; FLOPs are counted in step 1
 
 
 def warm_from(values: Sequence[float]) -> int:
-    """Return the index in ``values``, times of steps, at which warm-up has ended.
+    """Return the index of the first time in ``values`` that is not warm-up.
 
-    This is the change point in the first half that best divides the logarithms of the times into two levels; 0 unless the first
-    level is at least 5 % higher. A single slow step later on is no change point.
+    ``values`` are times of consecutive steps. The index is the change point in the first half that best divides their logarithms
+    into two levels; 0 if the first level is less than 5 % higher. A single slow step later on is no change point.
 
     Source: least-squares segmentation into two levels, Hinkley 1970.
     """
@@ -33,10 +33,10 @@ def warm_from(values: Sequence[float]) -> int:
 
 
 def median_of(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """Return the median, and its relative error.
+    """Return (median of ``values``, its relative error).
 
-    The error is half the width of the median's 95 % interval, divided by the median; infinite if there are fewer than three
-    values.
+    The error is half the width of the median's 95 % interval, divided by the median; infinite for fewer than three values.
+    ``seed`` seeds the bootstrap.
 
     Source: percentile bootstrap, Efron 1979.
     """
@@ -51,25 +51,32 @@ def median_of(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingLimits:
-    """Limits that decide when enough steps are timed."""
+    """Limits that decide when enough steps are timed.
 
-    target_half_width: float = 0.015  # relative; of the 95 % interval of the median
+    A window is a number of consecutive steps that are timed together.
+    """
+
+    target_half_width: float = 0.015  # of the median's 95 % interval, relative; the measurement ends below it
     min_windows: int = 6  # after warm-up
-    max_windows: int = 60  # in all
+    max_windows: int = 60  # warm-up included
     window_s: float = 0.1  # a window has as many steps as fill this time
-    max_s: float = 60.0  # no window begins after this time, if there are three windows after warm-up
-    min_steps: int = 6  # in all, warm-up included
-    first_step: int = 0  # steps before it, counted from 1, are warm-up; step 1 counts FLOPs, untimed
+    max_s: float = 60.0  # seconds after which no window begins, if there are three windows after warm-up
+    min_steps: int = 6  # warm-up included
+    first_step: int = 0  # steps before this one, counted from 1, are warm-up
 
 
 class Sampling:
-    """Collects times of windows of consecutive steps until enough steps are timed."""
+    """Collects times of steps until enough are timed.
+
+    Steps are timed in windows: several consecutive steps together.
+    """
 
     def __init__(self, limits: SamplingLimits) -> None:
         self._limits = limits
         self._windows: list[tuple[int, float]] = []  # (number of steps, seconds of one step)
 
     def add(self, num_steps: int, seconds: float) -> None:
+        """Add ``num_steps`` consecutive steps that took ``seconds`` together."""
         self._windows.append((num_steps, seconds / num_steps))
 
     @property
@@ -78,7 +85,7 @@ class Sampling:
         return sum(num_steps for num_steps, _ in self._windows)
 
     def median(self) -> tuple[float, float]:
-        """Return the median seconds per step after warm-up, and its relative error."""
+        """Return (median seconds of a step after warm-up, its relative error)."""
         return median_of([time_s for _, time_s in self._warm()])
 
     def mean_s(self) -> float:
@@ -99,7 +106,7 @@ class Sampling:
         return windows[warm_from([time_s for _, time_s in windows]) :]
 
     def next_steps(self) -> int:
-        """Return the number of steps of the next window; 0 if enough are timed."""
+        """Return how many steps to time together next; 0 if enough are timed."""
         limits = self._limits
         if not self._windows:
             return 1

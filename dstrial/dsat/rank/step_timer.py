@@ -1,8 +1,8 @@
 """Time whole steps of a running training, and count its FLOPs and memory.
 
-The first step counts FLOPs and saved activations. Then windows of steps are timed until the median is precise enough; the
-device is synchronised only at the edges of a window. Three last steps time forward, backward and optimizer step separately.
-Rank 0 decides when each part ends.
+In the first step, FLOPs and saved activations are counted. Then windows (several consecutive steps) are timed until the median
+is precise enough; the device is synchronised only at the edges of a window. In three last steps, forward, backward and optimizer
+step are timed separately. Rank 0 decides when each part ends.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Any
 
 import torch
 import torch.distributed
-from deepspeed import PipelineEngine
 from deepspeed.accelerator import get_accelerator
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dstrial.dsat.core.outcome import Measured
 from dstrial.dsat.rank.statistics import Sampling, SamplingLimits
 from dstrial.engine.adapters.batch_sizes import dims_of
-from dstrial.engine.deepspeed_internals.optimizers import full_numel, swaps_to_nvme
-from dstrial.engine.model_flops import FlopCounter, is_compiled
+from dstrial.engine.deepspeed_internals.optimizers import full_numel
+from dstrial.engine.model_flops import FlopCounter
 
-_NUM_PHASE_STEPS = 3
-_MAX_SKIPPED_SHARE = 0.5
+_NUM_PHASE_STEPS = 3  # last steps, of which the phases are timed separately
+_MAX_SKIPPED_SHARE = 0.5  # of a window's steps; if more are skipped for overflow, the measurement fails
 
 
 class Mode(enum.IntEnum):
+    """Parts of a measurement: count FLOPs, time whole steps, time phases, end."""
+
     PROFILE = 0
     WINDOW = 1
     PHASES = 2
@@ -40,52 +40,26 @@ class Mode(enum.IntEnum):
 
 
 class MeasurementDone(SystemExit):
-    """Exits the process with status 0 after enough steps are measured."""
+    """Exits the process with status 0 when enough steps are measured."""
 
 
 class NumericError(ArithmeticError):
     """The loss is not finite, or most steps are skipped for overflow."""
 
 
-class _OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.num_operations = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num_operations += 1
-        return func(*args, **(kwargs or {}))
-
-
-def engine_features(engines: list[Any]) -> dict[str, float]:
-    """Return counts of modules, compiled modules, pipeline stages and uses of NVMe."""
-    modules = [module for engine in engines for module in engine.module.modules()]
-    return {
-        "probe_modules": float(len(modules)),
-        "probe_compiled": float(sum(map(is_compiled, modules))),
-        "probe_pipeline_stages": float(
-            sum(engine.num_stages if isinstance(engine, PipelineEngine) else 1 for engine in engines)
-        ),
-        "probe_nvme": float(sum(swaps_to_nvme(getattr(engine, "optimizer", None)) for engine in engines)),
-    }
-
-
 class FirstMicroBatch:
-    """Counts FLOPs and saved activations in the first micro batch of each engine."""
+    """FLOPs and bytes of saved activations in the first micro batch of each engine."""
 
     def __init__(self) -> None:
         self.flops = 0.0
         self.flops_recomputed = 0.0
         self.activation_bytes = 0.0
-        self.num_operations = 0.0
         self._seen: set[tuple[str, int]] = set()
 
     def run(self, phase: str, engine: Any, call: Callable[[], Any], *, is_outermost: bool) -> Any:
-        """Return ``call()``; count the FLOPs of an engine's first call in each phase.
+        """Return ``call()``; count its FLOPs if it is an engine's first call of a phase.
 
-        ``is_outermost`` is false for calls inside another call, such as those of a pipeline's ``train_batch``.
+        ``is_outermost`` is false for a call inside another phase, as in a pipeline's ``train_batch``.
         """
         key = phase, id(engine)
         if key in self._seen:
@@ -104,8 +78,7 @@ class FirstMicroBatch:
         hooks: Any = contextlib.nullcontext()
         if phase == "forward":
             hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
-        operations = _OperationCount()
-        with operations, hooks, FlopCounter() as counter:
+        with hooks, FlopCounter() as counter:
             result = call()
         if phase == "forward":
             self.activation_bytes += sum(saved_bytes.values())
@@ -113,18 +86,16 @@ class FirstMicroBatch:
             num_micro_batches = max(int(engine.micro_batches), 1) if phase == "train_batch" else 1
             self.flops += counter.total / num_micro_batches
             self.flops_recomputed += counter.recomputed / num_micro_batches
-            self.num_operations += operations.num_operations / num_micro_batches
         return result
 
 
 class StepTimer:
-    """Observes the engines of a rank while they train, and measures their steps.
+    """Measures the steps of a rank's engines while they train.
 
-    With ``ends_process``, for loops in users' scripts, the last measured step raises ``MeasurementDone``.
+    The last measured step raises ``MeasurementDone``, which ends the process.
     """
 
-    def __init__(self, limits: SamplingLimits, *, ends_process: bool = False) -> None:
-        self._ends_process = ends_process
+    def __init__(self, limits: SamplingLimits) -> None:
         self._sampling = Sampling(limits)
         self._engines: list[Any] = []
         self._accelerator = get_accelerator()
@@ -141,10 +112,6 @@ class StepTimer:
         self._window_steps = 1
         self.mode = Mode.PROFILE
         self.phase = "init"
-
-    @property
-    def is_done(self) -> bool:
-        return self.mode is Mode.DONE
 
     @property
     def dtype(self) -> torch.dtype:
@@ -177,18 +144,18 @@ class StepTimer:
         return result
 
     def stepped(self, engine: Any) -> None:
-        """Count a step; at the end of a window, begin the next window, chosen by rank 0.
+        """Count a step; after enough steps, rank 0 decides what all ranks measure next.
 
         Ranks: all, collectively.
         """
         self.phase = "training"
-        if engine is not self._engines[0] or self.is_done:
+        if engine is not self._engines[0] or self.mode is Mode.DONE:
             return
         self.num_observed_steps += 1
         self._steps_left -= 1
         if self._steps_left > 0:
             return
-        if self._end_window() is Mode.DONE and self._ends_process:
+        if self._end_window() is Mode.DONE:
             raise MeasurementDone(0)
 
     def result(self) -> Measured:
@@ -230,9 +197,6 @@ class StepTimer:
                 size for size, param in zip(sizes, params, strict=True) if param.requires_grad
             ),
         }
-        metrics |= {**engine_features(self._engines), "probe_operations": self._first.num_operations}
-        if self._first.flops:
-            metrics["probe_flops_per_record"] = self._first.flops / micro_batch_size
         if self._first.activation_bytes:
             metrics["activation_bytes_per_record"] = self._first.activation_bytes / micro_batch_size
         return metrics
@@ -252,10 +216,11 @@ class StepTimer:
         return str(self._accelerator.device_name()) == "cpu"
 
     def allocated_bytes(self) -> int | None:
-        """Return the device's allocated bytes; None on the CPU."""
+        """Return the bytes that torch has allocated on the device; None on the CPU."""
         return None if self._is_cpu else int(self._accelerator.memory_allocated())
 
     def _synchronize(self) -> float:
+        """Wait for the device; return the time of ``time.perf_counter``."""
         if not self._is_cpu:
             self._accelerator.synchronize()
         return time.perf_counter()
@@ -283,7 +248,7 @@ class StepTimer:
         return Mode.DONE, 0
 
     def _agree(self, mode: Mode, steps: int) -> tuple[Mode, int]:
-        """Return rank 0's mode and number of steps. Ranks: all, collectively."""
+        """Return (what rank 0 measures next, in how many steps). Ranks: all, collectively."""
         if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
             return mode, steps
         decision = torch.tensor([int(mode), steps], device=self._accelerator.current_device_name())

@@ -1,7 +1,7 @@
 """Workloads of dry runs: a DeepSpeedTrial, or a script's model and first batch.
 
-The code of the trial or script really runs, and reads its data. Its parameters are fake tensors, which have only shapes, and
-train a batch of the right shape. If the code reads values of tensors, the dry run reports the line.
+A dry run executes the code of the trial or script, which reads its data. The parameters are fake tensors, which have only
+shapes, and are trained on a batch of the right shape. If the code reads values of tensors, the dry run reports the line.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ from dstrial.trial.runtime import ModelParallelUnit
 
 
 class TrialWorkload:
-    """A DeepSpeedTrial as an ``engine.dryrun.measure.Workload``.
+    """A DeepSpeedTrial as a workload of a dry run.
+
+    It has the interface ``engine.dryrun.measure.Workload``.
 
     The batch is the largest of the loader's first ``num_batches``, or that in the file ``sample_batch``; ``trusts_code`` loads
     the file even if it holds other classes than tensors. ``num_stages`` is the number of pipeline stages.
@@ -93,7 +95,7 @@ class TrialWorkload:
             leave_out_shapes(engine, functools.partial(self._received, engine))
 
     def train_micro_batch(self, micro_batch_size: int) -> Any:
-        """Call the trial's ``train_batch`` on a batch of this size; return the batch."""
+        """Call the trial's ``train_batch`` with a batch of this size; return the batch."""
         self._current = _resized(self._batch, self._num_records, micro_batch_size, is_fake=self._is_fake)
         batches = itertools.repeat(self._current)
         for engine in self.engines:
@@ -104,7 +106,7 @@ class TrialWorkload:
         return self._current
 
     def _received(self, engine: PipelineEngine) -> Any:
-        """Return a pipeline stage's input, by running earlier layers on meta tensors."""
+        """Return a pipeline stage's input, computed by earlier layers on meta tensors."""
         dtype = compute_dtype(engine)
         with _disable_current_modes(), torch.no_grad(), torch.device("meta"):
             sent = tree_map_only(
@@ -118,9 +120,11 @@ class TrialWorkload:
 
 
 class ScriptWorkload:
-    """A script's model and first batch as an ``engine.dryrun.measure.Workload``.
+    """A script's model and first batch as a workload of a dry run.
 
-    The script stops at the engine's first call. The loss is the output's ``loss``, else a single number in the output, else the
+    It has the interface ``engine.dryrun.measure.Workload``.
+
+    The script runs until it calls the engine. The loss is the output's ``loss``, else a single number in the output, else the
     mean of the output. ``sample_batch`` is the file of a batch to use instead; ``trusts_code`` loads it even if it holds other
     classes than tensors.
     """
@@ -238,7 +242,10 @@ def _end_script(*args: Any, **kwargs: Any) -> Any:
 
 
 def _first_batch(words: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Run the script to its first engine call; return the call's arguments, or None."""
+    """Run the script until it calls the engine; return (args, kwargs) of the call.
+
+    None if the script ends without a call.
+    """
     show_ranks_to_accelerate()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(sys, "argv", []))
@@ -266,7 +273,7 @@ def _refusal(whose: str) -> str:
 def _core_api_off_cluster(
     size: int, hparams: Mapping[str, Any], exp_conf: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Make Determined's Core API behave in the block as in rank 0 of a trial."""
+    """Make Determined's Core API behave as in rank 0 of a trial while the block runs."""
     distributed = SingleRankContext(size)
     info = stand_in_cluster(
         hparams, exp_conf, cluster_id="dry run", num_slots=size, num_ranks=size, address=LOOPBACK_ADDR
@@ -289,9 +296,9 @@ def _core_api_off_cluster(
 
 
 class SingleRankContext(core.DummyDistributedContext):  # type: ignore[misc]  # determined ships no usable types for it
-    """Distributed context of one of ``size`` ranks, without communication.
+    """Determined's distributed context of one of ``size`` ranks, not connected.
 
-    Collectives return as if all ranks had passed the same value.
+    Its collectives return what they would if all ranks passed the same value.
     """
 
     def __init__(self, size: int, rank: int = 0) -> None:

@@ -236,11 +236,6 @@ def gradient_scaler(optimizer: Any) -> Any:
     return getattr(optimizer, "torch_autocast_gradscaler", None)
 
 
-def swaps_to_nvme(optimizer: Any) -> int:
-    """Return how many of (optimizer state, parameters) ZeRO 3 swaps to files: 0 to 2."""
-    return sum(bool(getattr(optimizer, name, False)) for name in ("swap_optimizer", "params_in_nvme_and_cpu"))
-
-
 def is_cut(parameter: Any) -> bool:
     """Return whether ZeRO 3 partitions a parameter (``_convert_to_deepspeed_param``)."""
     return hasattr(parameter, "ds_id")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -12,19 +11,18 @@ from typing import Any
 
 import pytest
 from predicted import inputs
-from surfaces import DEVICE_BYTES, Played, assert_search_invariants, play, space, surface, trials_of
+from surfaces import DEVICE_BYTES, Played, assert_search_invariants, measures, play, space, surface, trials_of
 
-from dstrial.dsat.cli import parse_bytes
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, best_of
 from dstrial.dsat.methods import search_method
-from dstrial.dsat.methods.base import MethodOptions, measures
+from dstrial.dsat.methods.base import MethodOptions
 from dstrial.dsat.methods.random_structures import needs_no_less_memory
 from dstrial.dsat.predictor.config_groups import ConfigGroups, positions, structure_of
 from dstrial.dsat.predictor.hardware import METRIC_PREFIX
 from dstrial.dsat.predictor.plan import PROBABILITY, headline, make_plan, needed_memory, to_json
 from dstrial.dsat.predictor.predictor import Predictor
-from dstrial.dsat.space.space import Space
+from dstrial.dsat.space import Space
 
 pytestmark = pytest.mark.timeout(300)  # the slowest quick file; files with long timeouts start first
 
@@ -299,23 +297,3 @@ def test_plan_and_memory_command_predict_equal_bytes() -> None:
         need = needed_memory(found.runs[key], zero, batch.micro_batch_size, 80e9)
         assert need.median_bytes == pytest.approx(row.memory_bytes)
         assert 80e9 - need.quantile(PROBABILITY) == pytest.approx(row.margin_bytes)
-
-
-@pytest.mark.parametrize(
-    ("text", "num_bytes"),
-    [
-        ("80GiB", 80 * 2**30),
-        ("24G", 24 * 10**9),
-        ("512 MiB", 2**29),
-        ("1000", 1000),
-        ("", 0),
-        ("lots", 0),
-        ("0", 0),
-    ],
-)
-def test_parse_bytes_accepts_sizes_only(text: str, num_bytes: int) -> None:
-    if num_bytes:
-        assert parse_bytes(text) == num_bytes
-        return
-    with pytest.raises(argparse.ArgumentTypeError, match="expected 80GiB"):
-        parse_bytes(text)

@@ -39,8 +39,8 @@ def test_replayed_search_requests_same_trials(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["binary", "predict"])
-@pytest.mark.parametrize("kind", [FailureKind.USER_ERROR, FailureKind.CANCELED])
-def test_user_error_ends_search(name: str, kind: FailureKind) -> None:
+@pytest.mark.parametrize("kind", [FailureKind.USER_ERROR, FailureKind.CANCELED, FailureKind.NO_ROOM])
+def test_failure_of_all_configurations_ends_search(name: str, kind: FailureKind) -> None:
     failure = Failure(kind, "ModuleNotFoundError: No module named 'x'")
 
     played = play(

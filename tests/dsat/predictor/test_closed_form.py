@@ -121,7 +121,7 @@ def test_operations_grow_with_tensors_and_stage() -> None:
     assert run(3).inner_operations == 0
 
 
-def test_zero_3_divides_experts_among_ranks_that_have_them() -> None:
+def test_zero_3_divides_experts_among_their_ranks() -> None:
     """Of eight ranks, four have different experts, so two ranks divide each expert."""
     trace = dataclasses.replace(TRACE, expert_parameters={4: NUM // 2})
     zero = ZeroFeatures.from_config({"zero_optimization": {"stage": 3}}, replicas=RANKS, bytes_per_value=2)

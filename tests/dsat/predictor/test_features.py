@@ -14,9 +14,9 @@ import torch
 import yaml
 from searching import settings_of, write_experiment
 
-from dstrial.dsat.driver.dry_runs import gather_inputs, request_maker
+from dstrial.dsat.dry_runs import gather_inputs, request_maker
 from dstrial.dsat.predictor.inputs import PredictInputs, dry_run_request
-from dstrial.dsat.space.space import Structure
+from dstrial.dsat.space import Structure
 from dstrial.engine.dryrun.__main__ import user_place
 from dstrial.engine.dryrun.process import DryRunError, dry_run, dry_runs
 from dstrial.engine.dryrun.values import DryRunRequest, ModelTrace

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.dsat.cli import parse_duration
 from dstrial.dsat.rank.statistics import Sampling, SamplingLimits, median_of, warm_from
-from dstrial.dsat.report.formatting import format_duration
+from dstrial.dsat.report import format_duration
 
 
 def test_warm_up_ends_at_level_change() -> None:
@@ -78,17 +75,6 @@ def test_median_intervals_cover_true_median() -> None:
 
     covered = sum(abs(median - 1.0) <= half_width * median for median, half_width in found)
     assert covered >= 0.88 * len(found)
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("30m", 1800), ("90s", 90), ("1h30m", 5400), ("45", 45)])
-def test_parse_duration_accepts_units(text: str, seconds: float) -> None:
-    assert parse_duration(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "0s", "-3m", "soon"])
-def test_parse_duration_refuses_other_text(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="expected a length of time"):
-        parse_duration(text)
 
 
 def test_format_duration_shows_at_most_two_units() -> None:

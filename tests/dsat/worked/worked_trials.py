@@ -34,8 +34,6 @@ class WorkedTrial(DeepSpeedTrial):
         engine, _, _, _ = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=config
         )
-        if knob == "compiles":
-            engine.compile(backend="eager")
         self.engine = context.wrap_model_engine(engine)
 
     def build_training_data_loader(self) -> DataLoader:

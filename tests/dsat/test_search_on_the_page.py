@@ -11,7 +11,7 @@ from surfaces import facts_of_search, play, space, surface, trials_of
 
 from dstrial.dsat.backends import trial_spec
 from dstrial.dsat.backends.cluster import notes_of
-from dstrial.dsat.report.document import live_document, report_document
+from dstrial.dsat.report import live_document, report_document
 from dstrial.master.store.views.overviews import LabelledExperiment
 from dstrial.master.web import searches
 

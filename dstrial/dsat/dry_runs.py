@@ -1,7 +1,7 @@
-"""Dry-run the model of a search (one step on fake tensors) in child processes.
+"""Dry-run the model of a search in child processes.
 
-Configurations whose ``--space`` settings of unknown effect are equal share a compute graph, so one dry run serves them all. This
-module does not import torch.
+A dry run executes one training step on fake tensors. Settings whose effect dsat computes do not change the compute graph. So one
+dry run serves all configurations that differ only in these. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -19,29 +19,31 @@ from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.predictor.closed_form import zero_run
 from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.predictor.inputs import NUM_BATCHES, UNDESCRIBED, PredictInputs, dry_run_request
-from dstrial.dsat.space.space import Structure
+from dstrial.dsat.space import Structure
 from dstrial.engine.dryrun.process import DryRunError, dry_runs
 from dstrial.engine.dryrun.values import DryRunRequest, ModelTrace
 from dstrial.local.script_variables import MEASURING_KEYS
 
-_DEADLINE_S = 900.0
-_MAX_PARALLEL = 4
+DRY_RUNS_DEADLINE_S = 900.0  # of all dry runs together
+_MAX_PARALLEL = 4  # dry runs at the same time
+# Why some models are not dry-run, for the user.
 _PIPELINE_NOTE = "pipelines have no predicted times; `dstrial memory` tells what each stage takes"
 _GROUPS_NOTE = "dry runs have no tensor- or sequence-parallel groups: set their sizes to 1 in the config; --space tries others"
 
 Target = Literal["cpu", "cuda"]
 """``cpu`` has one kind of memory; ``cuda`` has device and host memory."""
 RequestOf = Callable[[Structure], DryRunRequest]
+"""Returns the request to dry-run a configuration, given without its batch sizes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GraphTraces:
-    """The dry runs of a search's model, one for each different compute graph."""
+    """Results of the dry runs of a search's model, one per different compute graph."""
 
     found: Mapping[str, ModelTrace] = dataclasses.field(default_factory=dict)  # by ``_graph_key``
     failures: Mapping[str, str] = dataclasses.field(default_factory=dict)  # key -> why there is no trace
-    described_by: str = UNDESCRIBED
-    notes: tuple[str, ...] = ()
+    described_by: str = UNDESCRIBED  # what the dry runs used: ``fake tensors`` or ``one real batch``
+    notes: tuple[str, ...] = ()  # lines for the user
 
     def inputs(self, groups: ConfigGroups, *, is_cpu: bool = False) -> PredictInputs:
         """Return the inputs of method ``predict``: dry runs with ZeRO's costs added."""
@@ -64,7 +66,7 @@ def gather_inputs(
     settings: SearchConfig,
     *,
     target: Target,
-    deadline_s: float = _DEADLINE_S,
+    deadline_s: float = DRY_RUNS_DEADLINE_S,
     print_line: Callable[[str], None] = lambda _line: None,
 ) -> PredictInputs:
     """Dry-run the model of a search; return the inputs of method ``predict``."""
@@ -77,12 +79,13 @@ def trace_graphs(
     settings: SearchConfig,
     groups: ConfigGroups,
     *,
-    deadline_s: float = _DEADLINE_S,
+    deadline_s: float = DRY_RUNS_DEADLINE_S,
     print_line: Callable[[str], None] = lambda _line: None,
 ) -> GraphTraces:
     """Dry-run each compute graph on fake tensors; if all fail, on real tensors.
 
-    If these fail too, the result is empty, and method ``asha`` replaces ``predict``. ``deadline_s`` limits all dry runs together.
+    If these fail too, the result has no dry runs, and method ``asha`` replaces ``predict``. ``deadline_s`` limits all dry runs
+    together. ``print_line`` gets lines for the user.
     """
     sizes = settings.space.sizes
     # A dry run has one rank: only one stage of a pipeline, and no tensor- or sequence-parallel groups.
@@ -116,9 +119,16 @@ def trace_graphs(
 
 
 def trace_space(
-    groups: ConfigGroups, request_of: RequestOf, *, deadline_s: float = _DEADLINE_S, is_real: bool = False
+    groups: ConfigGroups,
+    request_of: RequestOf,
+    *,
+    deadline_s: float = DRY_RUNS_DEADLINE_S,
+    is_real: bool = False,
 ) -> GraphTraces:
-    """Dry-run one configuration of each compute graph, on real tensors if ``is_real``."""
+    """Dry-run one configuration per compute graph, on real tensors if ``is_real``.
+
+    ``request_of`` returns the request to dry-run a configuration, which is given without its batch sizes.
+    """
     asked = _structures(groups)
     requests = [dataclasses.replace(request_of(structure), is_real=is_real) for structure in asked.values()]
     num_parallel = 1 if is_real else min(os.cpu_count() or 1, _MAX_PARALLEL)
@@ -136,16 +146,21 @@ def trace_space(
 
 
 def _structures(groups: ConfigGroups) -> dict[str, Structure]:
+    """Return a configuration per compute graph: graph key -> it without batch sizes."""
     asked = reversed(groups.representatives().values())
     return {_graph_key(groups, structure): structure for structure, _ in asked}
 
 
 def _graph_key(groups: ConfigGroups, structure: Structure) -> str:
-    """Return a key that is equal for configurations with (presumably) equal graphs."""
+    """Return a key that presumably stands for one compute graph."""
     return json.dumps(groups.unknown_settings(structure))
 
 
 def request_maker(settings: SearchConfig) -> RequestOf:
+    """Return a function that makes the request to dry-run a configuration.
+
+    The function takes the configuration without its batch sizes.
+    """
     space, asked = settings.space, settings.flags.sample_batch
     shared: dict[str, Any] = {
         "world_size": settings.num_slots,

@@ -1,4 +1,4 @@
-"""Build the report of a search as JSON values, and render it as Markdown."""
+"""The report of a search: as JSON values, as Markdown, and as lines on a terminal."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.dsat.core.candidate import setting_text
+from dstrial.dsat.core.journal import BEST_NAMES, SearchRecord
 from dstrial.dsat.core.outcome import (
     TIE,
     Failure,
@@ -22,18 +23,18 @@ from dstrial.dsat.core.outcome import (
     smaller_is_better,
     with_means,
 )
-from dstrial.dsat.report import formatting
-from dstrial.dsat.space.space import Space
+from dstrial.dsat.space import Space
 from dstrial.file_writes import replace_file
 from dstrial.local.json_files import write_json_atomically
 from dstrial.visible_text import size_text
 
-Document = Mapping[str, Any]
+Document = Mapping[str, Any]  # a report as JSON values
 
-FORMAT = 1
+_FORMAT = 1  # version of the report's fields
 REPORT_NAMES = ("report.json", "report.md")
 """Names of the JSON and the Markdown report in the directory of a search."""
-UNITS = {
+# Metric that a search can optimize -> its unit.
+_UNITS = {
     "throughput": "samples/s",
     "FLOPS_per_gpu": "FLOP/s per device",
     "latency": "µs",
@@ -41,7 +42,7 @@ UNITS = {
     "backward": "µs",
 }
 
-# A live report is sent with every result, and other users may read it. So it is small and has no configs.
+# Fields of a live report. It is sent with every result, and other users may read it. So it is small and has no configs.
 _LIVE_FACTS = (
     *("format", "name", "method", "metric", "unit", "smaller_is_better", "reason", "is_finished"),
     *("is_failure", "num_slots", "num_trials", "notes", "best", "own", "gain", "is_gain_certain", "pareto"),
@@ -50,13 +51,15 @@ _LIVE_ROW = (
     *("trial_id", "description", "is_own", "state", "why", "seconds", "value", "throughput", "step_s"),
     *("memory_bytes", "predicted", "experiment"),
 )
-_MAX_LIVE_ROWS = 200
-_LONGEST_LIVE_TEXT = 500
+_MAX_LIVE_ROWS = 200  # newest trials of a live report; the best, own and Pareto-optimal trials are added
+_LONGEST_LIVE_TEXT = 500  # characters of a failure's message
+# Metric that describes the model or the device -> its name in the Markdown report.
 _MODEL = {
     "num_params": "parameters of the model",
     "activation_bytes_per_record": "activations of a record",
     "device_memory_bytes": "device memory",
 }
+# Headings of the table of all trials in the Markdown report.
 _COLUMNS = (
     "trial",
     "",
@@ -68,20 +71,28 @@ _COLUMNS = (
     "why it was measured",
 )
 
+# Metric -> what it means, for texts with both throughputs.
+_RATES = {
+    "end_to_end_throughput": "end to end (all steps, with the data loader)",
+    "throughput": "by the median step",
+}
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))  # (least number, SI prefix)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchFacts:
-    """Facts about a search, besides its trials, that a report shows."""
+    """What a report shows of a search besides its trials."""
 
     name: str
     method: str
     metric: str
     reason: str  # why the search ended, or the signal that interrupted it
     is_finished: bool
-    num_slots: int
-    forecasts: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)  # of trials
-    notes: tuple[str, ...] = ()
-    is_failure: bool = False
+    num_slots: int  # number of ranks of each trial
+    # Trial id -> what was predicted before the trial ran.
+    forecasts: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # lines for the user
+    is_failure: bool = False  # nothing could be measured
 
 
 def write_report(
@@ -105,11 +116,11 @@ def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResu
     measured = [trial.outcome for trial in trials if isinstance(trial.outcome, Measured)]
     model = {name: one.metrics[name] for one in measured[:1] for name in _MODEL if name in one.metrics}
     return {
-        "format": FORMAT,
+        "format": _FORMAT,
         "name": facts.name,
         "method": facts.method,
         "metric": metric,
-        "unit": UNITS[metric],
+        "unit": _UNITS[metric],
         "smaller_is_better": smaller_is_better(metric),
         "reason": facts.reason,
         "is_finished": facts.is_finished,
@@ -147,7 +158,7 @@ def live_document(document: Document) -> dict[str, Any]:
 
 
 def pareto(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return ids of the trials that no trial beats in both throughput and memory.
+    """Return ids of trials that no other trial beats in both throughput and memory.
 
     ``rows`` are the report's trials. The ids are sorted by ascending memory.
     """
@@ -162,7 +173,7 @@ def pareto(rows: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def memory_bytes(measured: Measured) -> float | None:
-    """Return peak bytes of the allocator, else of tensors, else of the rank's process.
+    """Return the peak bytes of the allocator, else of tensors, else of the process.
 
     None if none of these was measured.
     """
@@ -200,7 +211,7 @@ def _row(trial: TrialResult, metric: str, forecast: Mapping[str, Any] | None) ->
 
 
 def _is_certain(best: TrialResult | None, own: TrialResult | None, metric: str) -> bool:
-    """Return whether ``best``'s gain exceeds the sum of both confidence half-widths."""
+    """Return whether ``best``'s gain exceeds the sum of both intervals' half-widths."""
     gain = gain_over(best, own, metric)
     outcomes = [trial.outcome for trial in (best, own) if trial is not None]
     widths = [one.value("half_width") or 0.0 for one in outcomes if isinstance(one, Measured)]
@@ -210,10 +221,10 @@ def _is_certain(best: TrialResult | None, own: TrialResult | None, metric: str) 
 def _sensitivity(
     trials: Sequence[TrialResult], best: TrialResult, space: Space, metric: str
 ) -> list[dict[str, Any]]:
-    """Return how much each value of each setting costs; largest effect first.
+    """Return a row per setting that says how much each of its values costs.
 
-    ``loss`` is how much worse, relative to ``best``, the best trial with the value is. DeepSpeed's defaults are filled in.
-    Effects of settings that were changed together are not separated.
+    The loss of a value is how much worse, relative to ``best``, the best trial with this value is. Effects of settings that were
+    changed together are not separated. Rows are sorted by the largest loss of a setting.
     """
     top = best.score(metric)
     assert top is not None
@@ -284,14 +295,15 @@ def markdown(document: Document) -> Iterator[str]:
 
 
 def headline(document: Document) -> str:
+    """Return the first sentence of the report: the best metric, and its gain."""
     best, own = _trial(document, document["best"]), _trial(document, document["own"])
     if best is None:
         return "Nothing could be measured."
-    value = f"{formatting.amount(best['value'])} {document['unit']}"
+    value = f"{_amount(best['value'])} {document['unit']}"
     if best["is_own"]:
         return (
             f"Your own configuration is the best: {value}. Nothing that was measured is better by more than "
-            f"{formatting.share(TIE)}."
+            f"{_percent(TIE)}."
         )
     if document["gain"] is None:
         state = "was not measured" if own is None else f"ended with: {own['state']}"
@@ -300,8 +312,8 @@ def headline(document: Document) -> str:
         "" if document["is_gain_certain"] else " Their intervals overlap, so that the gain is not certain."
     )
     return (
-        f"The best configuration reaches {value}, {formatting.share(document['gain'], signed=True)} over your own "
-        f"({formatting.amount(own['value'] if own else 0.0)} {document['unit']}).{doubt}"
+        f"The best configuration reaches {value}, {_percent(document['gain'], signed=True)} over your own "
+        f"({_amount(own['value'] if own else 0.0)} {document['unit']}).{doubt}"
     )
 
 
@@ -310,22 +322,22 @@ def _facts(document: Document) -> Iterator[tuple[str, str]]:
     yield "search", f"{document['method']}, {state}: {document['reason']}"
     yield "trials", f"{document['num_trials']}, with {document['num_slots']} rank(s) each"
     spent = sum(row["seconds"] or 0.0 for row in document["trials"])
-    yield "time in trials", formatting.format_duration(spent)
+    yield "time in trials", format_duration(spent)
     best, own = _trial(document, document["best"]), _trial(document, document["own"])
     for whose, row in (("the best", best), ("your own", None if own is best else own)):
-        if row is not None and (rates := formatting.rates(row.get("metrics") or {})):
+        if row is not None and (rates := _rates(row.get("metrics") or {})):
             yield f"samples/s of {whose}", rates
     for name, value in document["model"].items():
-        yield _MODEL[name], formatting.amount(value) if name == "num_params" else size_text(value)
+        yield _MODEL[name], _amount(value) if name == "num_params" else size_text(value)
 
 
 def _knobs(document: Document) -> Iterator[tuple[str, str, str, str]]:
     for one in document["sensitivity"]:
         for row in one["values"]:
-            loss = formatting.share(-row["loss"], signed=True) if row["loss"] > 0 else "best"
+            loss = _percent(-row["loss"], signed=True) if row["loss"] > 0 else "best"
             name = one["knob"].removeprefix("zero_optimization.")
             trials = f"{loss}, {row['count']} trial(s)"
-            yield name, formatting.share(one["effect"]), setting_text(row["value"]), trials
+            yield name, _percent(one["effect"]), setting_text(row["value"]), trials
 
 
 def _trial(document: Document, trial_id: int | None) -> Mapping[str, Any] | None:
@@ -335,8 +347,8 @@ def _trial(document: Document, trial_id: int | None) -> Mapping[str, Any] | None
 def _cells(document: Document, row: Mapping[str, Any]) -> list[str]:
     value = row["state"]
     if row["value"] is not None:
-        within = "" if row["half_width"] is None else f" ± {formatting.share(row['half_width'])}"
-        value = f"{formatting.amount(row['value'])}{within}"
+        within = "" if row["half_width"] is None else f" ± {_percent(row['half_width'])}"
+        value = f"{_amount(row['value'])}{within}"
     step_s = (row["predicted"] or {}).get("step_s")
     error = step_s / row["step_s"] - 1 if step_s and row["step_s"] else None
     marks = {document["best"]: "best", document["own"]: "yours"}
@@ -344,9 +356,9 @@ def _cells(document: Document, row: Mapping[str, Any]) -> list[str]:
         str(row["trial_id"]),
         marks.get(row["trial_id"], ""),
         value,
-        "" if row["step_s"] is None else formatting.seconds(row["step_s"]),
+        "" if row["step_s"] is None else _seconds(row["step_s"]),
         "" if row["memory_bytes"] is None else size_text(row["memory_bytes"]),
-        "" if error is None else formatting.share(error, signed=True),
+        "" if error is None else _percent(error, signed=True),
         row["description"],
         row["why"],
     ]
@@ -362,3 +374,121 @@ def _table(columns: Sequence[str], rows: Any) -> Iterator[str]:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+# ---- lines on a terminal ----------------------------------------------------------------------
+
+
+def summary(
+    record: SearchRecord, trials: Sequence[TrialResult], metric: str, *, reason: str, is_finished: bool
+) -> str:
+    """Return the text that ends a search: trials, the best, its gain, paths of files."""
+    trials = with_means(trials)
+    best = best_of(trials, metric)
+    state = "finished" if is_finished else "not finished"
+    lines = [*_trial_table(trials, metric), "", f"search:        {state} ({reason})"]
+    if best is None:
+        lines.append("best:          nothing was measured")
+    else:
+        value = _amount(abs(best.score(metric) or 0.0))
+        lines.append(f"best:          trial {best.trial_id}: {best.description}")
+        lines.append(f"{metric + ':':<15}{value}{_over_own(trials, best, metric)}")
+        if isinstance(best.outcome, Measured) and (rates := _rates(best.outcome.metrics)):
+            lines.append(f"samples/s:     {rates}")
+        for title, name in zip(("config:", "metrics:", "experiment:"), BEST_NAMES, strict=True):
+            lines.append(f"{title:<15}{record.path / name}")
+    lines.append(f"all trials:    {record.path / 'trials.json'}")
+    lines.append(f"report:        {record.path / 'report.md'}")
+    failures = [trial.outcome.kind for trial in trials if isinstance(trial.outcome, Failure)]
+    if is_finished and failures and (best is None or any(kind.ends_search for kind in failures)):
+        lines.append("to begin anew: correct what failed, and pass --fresh")
+    if not is_finished:
+        lines.append("to go on:      the same command, without --fresh")
+    return "\n".join(lines) + "\n"
+
+
+def ended_line(trial: TrialResult, metric: str) -> str:
+    """Return the line that tells the outcome of a trial."""
+    if isinstance(trial.outcome, Failure):
+        return f"trial {trial.trial_id} failed ({trial.outcome.kind.value}): {trial.outcome.message}"
+    value = None if trial.outcome is None else trial.outcome.value(metric)
+    half_width = None if trial.outcome is None else trial.outcome.value("half_width")
+    shown = "nothing" if value is None else _amount(value)
+    within = "" if half_width is None else f" ± {half_width:.1%}"
+    return f"trial {trial.trial_id} measured {metric} {shown}{within}"
+
+
+def _trial_table(trials: Sequence[TrialResult], metric: str) -> list[str]:
+
+    def rank(trial: TrialResult) -> tuple[float, int]:
+        value = trial.score(metric)
+        return (float("inf") if value is None else -value), trial.trial_id
+
+    rows = [("trial", metric, "time", "why", "configuration")]
+    for trial in sorted(trials, key=rank):
+        took = "" if trial.seconds is None else format_duration(trial.seconds)
+        rows.append((str(trial.trial_id), _value(trial, metric), took, trial.why, trial.description))
+    widths = [max(len(row[idx]) for row in rows) for idx in range(4)]
+    return [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]).rstrip()
+        for row in rows
+    ]
+
+
+def _value(trial: TrialResult, metric: str) -> str:
+    if trial.outcome is None:
+        return "not finished"
+    if isinstance(trial.outcome, Failure):
+        phase = trial.outcome.phase
+        return f"{trial.outcome.kind.value} in {phase}" if phase else trial.outcome.kind.value
+    value = trial.outcome.value(metric)
+    return "not measured" if value is None else _amount(value)
+
+
+def _over_own(trials: Sequence[TrialResult], best: TrialResult, metric: str) -> str:
+    own = own_of(trials)
+    if own is None or own.outcome is None:
+        return ""
+    if best.candidate.is_own:
+        return " (your own configuration)"
+    gain = gain_over(best, own, metric)
+    if gain is None:
+        return " (your own configuration could not be measured)"
+    return f" ({gain:+.1%} over your own configuration)"
+
+
+# ---- numbers as text --------------------------------------------------------------------------
+
+
+def _amount(value: float) -> str:
+    """Return a number with four digits, and with an SI prefix if large: ``1.234 G``."""
+    for size, prefix in _PREFIXES:
+        if abs(value) >= size:
+            return f"{value / (1e3 if prefix == 'k' else size):.4g} {prefix}"
+    return f"{value:.4g}"
+
+
+def _seconds(value: float) -> str:
+    """Return seconds as a text in s, ms or µs, with three digits."""
+    if value >= 1:
+        return f"{value:.3g} s"
+    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} µs"
+
+
+def _percent(value: float, *, signed: bool = False) -> str:
+    return f"{value:+.1%}" if signed else f"{value:.1%}"
+
+
+def format_duration(seconds: float) -> str:
+    """Format seconds as ``1h05m``, ``3m20s`` or ``12s``."""
+    whole = max(round(seconds), 0)
+    if whole >= 3600:
+        return f"{whole // 3600}h{whole % 3600 // 60:02}m"
+    return f"{whole // 60}m{whole % 60:02}s" if whole >= 60 else f"{whole}s"
+
+
+def _rates(metrics: Mapping[str, float]) -> str:
+    """Return a text with the measured throughputs; empty if none was measured."""
+    return ", ".join(
+        f"{_amount(metrics[name])} {meaning}" for name, meaning in _RATES.items() if metrics.get(name)
+    )

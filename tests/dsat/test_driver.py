@@ -24,11 +24,11 @@ from dstrial.dsat.backends.base import Ended
 from dstrial.dsat.backends.local import LocalBackend
 from dstrial.dsat.backends.trial_spec import TrialSpec, full_config
 from dstrial.dsat.config import SearchConfig, with_parallel
-from dstrial.dsat.core.candidate import Candidate
+from dstrial.dsat.core.candidate import BatchSplit, Candidate
 from dstrial.dsat.core.journal import SearchRecord, SearchStatus
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, TrialResult, best_of
-from dstrial.dsat.driver.driver import Driver
-from dstrial.dsat.report.live import summary
+from dstrial.dsat.driver import FLOPS_RULE, Driver, mismatch_with_request, with_model_flops
+from dstrial.dsat.report import summary
 from dstrial.errors import ConfigError, LaunchError, SearchError
 
 
@@ -80,9 +80,6 @@ class FormulaBackend:
         if not self._specs or self.world.get("hangs"):
             return []
         trial_id = min(self._specs)
-        if self.world.get("no_room", 0) > 0:
-            self.world["no_room"] -= 1
-            return [Ended(trial_id, Failure(FailureKind.NO_ROOM, "No space left on device"), 1.0)]
         candidate: Candidate = _candidate_of(self._specs.pop(trial_id))
         outcome = surface(candidate)
         if isinstance(outcome, Measured) and "reports" in self.world:
@@ -171,7 +168,7 @@ def test_search_killed_repeatedly_measures_each_trial_once(experiment: Path) -> 
     assert events(settings.output)[-1]["event"] == "finished"
 
 
-def test_trial_that_kills_search_twice_is_out_of_memory(
+def test_trial_killing_search_twice_is_out_of_memory(
     experiment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def die(_self: LocalBackend, _spec: TrialSpec) -> None:
@@ -215,21 +212,11 @@ def test_best_experiment_is_complete_report_names_dead_keys(
     assert [note for note in notes if "stage3_max_live_parameters" in note]
 
 
-def test_search_on_full_disk_ends(experiment: Path) -> None:
-    settings = _settings(experiment, "--max-trials", "3")
-
-    end, driver, _ = _run(settings, {"started": {}, "no_room": 1})
-
-    assert end.is_finished
-    assert "No space left on device" in end.reason
-    assert len([one for one in driver.trials.values() if one.outcome]) == 1
-
-
 def test_running_report_is_published_until_received(
     experiment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = _settings(experiment, "--max-trials", "6")
-    monkeypatch.setattr("dstrial.dsat.driver.driver._REPORT_PERIOD_S", 0.0)
+    monkeypatch.setattr("dstrial.dsat.driver._REPORT_PERIOD_S", 0.0)
     often: dict[str, Any] = {"started": {}}
     _, driver, _ = _run(settings, often)
     measured = [sum(row["state"] == "measured" for row in one["trials"]) for one in often["shown"]]
@@ -468,3 +455,35 @@ def test_ignored_configuration_ends_search_with_missing_call(
         assert "correct what failed, and pass --fresh" in printed, again
         end, driver, _ = _run(settings, world)
         trials = list(driver.trials.values())
+
+
+def test_uncounted_flops_come_from_dry_run_or_rule() -> None:
+    nothing = Measured({"throughput": 8.0, "num_params": 1e9})
+
+    described = with_model_flops(nothing, None, flops_per_record=1e12, num_replicas=4)
+    ruled = with_model_flops(nothing, None, num_replicas=4)
+    second = with_model_flops(Measured({"throughput": 16.0, "num_params": 1e9}), ruled)
+
+    assert described.value("FLOPS_per_gpu") == 2e12
+    assert not described.value(FLOPS_RULE)
+    assert ruled.value("FLOPS_per_gpu") == 6e9 * 8 / 4
+    assert second.value("FLOPS_per_gpu") == 6e9 * 16 / 4
+    assert second.value(FLOPS_RULE)
+
+
+def test_mismatch_with_requested_configuration_is_user_error() -> None:
+    candidate = Candidate(2, (), BatchSplit(4, 2, 16))
+    obedient = {"train_micro_batch_size_per_gpu": 4.0, "gradient_accumulation_steps": 2.0, "zero_stage": 2.0}
+
+    assert mismatch_with_request(Measured(obedient), candidate) is None
+    assert mismatch_with_request(Measured({"throughput": 1.0}), candidate) is None
+    assert (
+        mismatch_with_request(Measured({**obedient, "zero_stage": 1.0, "num_engines": 2.0}), candidate)
+        is None
+    )
+    failure = mismatch_with_request(
+        Measured({**obedient, "train_micro_batch_size_per_gpu": 8.0, "zero_stage": 1.0}), candidate
+    )
+    assert failure is not None
+    assert failure.kind is FailureKind.USER_ERROR
+    assert "train_micro_batch_size_per_gpu 8, zero_stage 1; expected 4, 2" in failure.message

@@ -16,7 +16,7 @@ from dstrial.config.parallel_dims import ParallelDims
 from dstrial.dsat.config import read_space
 from dstrial.dsat.core.candidate import BatchSizeGrid, BatchSplit, layered
 from dstrial.dsat.predictor.config_groups import ConfigGroups
-from dstrial.dsat.space.space import Space, Structure
+from dstrial.dsat.space import Space, Structure
 from dstrial.errors import ConfigError
 from dstrial.search.random_state import SearchRandom
 

@@ -1,6 +1,7 @@
 """Run the trials that a search method requests, or follow a search on a master.
 
-The search's journal (``SearchRecord``) gets each event before the search changes its state; replaying it restores the search.
+Each event is appended to the search's journal (``SearchRecord``) before the search changes its state. Replaying the journal
+restores the search.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from dstrial.dsat.backends.base import Backend, Ended, RemoteSearch
 from dstrial.dsat.backends.trial_spec import TrialSpec, full_config, measuring_spec, write_config
 from dstrial.dsat.config import SearchConfig
+from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.journal import BEST_NAMES, SearchRecord, SearchStatus, is_final
 from dstrial.dsat.core.outcome import (
     Failure,
@@ -25,28 +27,37 @@ from dstrial.dsat.core.outcome import (
     outcome_from_json,
     outcome_to_json,
 )
-from dstrial.dsat.driver.normalize import FLOPS_RULE, RULE_NOTE, mismatch_with_request, with_model_flops
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.methods.base import Action, Finish, Measure, Note
 from dstrial.dsat.predictor.inputs import PredictInputs
-from dstrial.dsat.report.document import (
+from dstrial.dsat.report import (
     REPORT_NAMES,
     SearchFacts,
+    ended_line,
     live_document,
     report_document,
     write_report,
 )
-from dstrial.dsat.report.live import ended_line
 from dstrial.errors import DstrialError, SearchError
 from dstrial.local.json_files import write_json_atomically
 
-_MIN_DEADLINE_S = 120.0  # a trial may have to start ranks and compile kernels in this time
-_DEADLINE_FACTOR = 5.0
-_REPORT_PERIOD_S = 2.0
+_MIN_DEADLINE_S = 120.0  # least time limit of a trial: it may have to start ranks and compile kernels
+_DEADLINE_FACTOR = 5.0  # time limit of a trial / longest known time of a trial
+_REPORT_PERIOD_S = 2.0  # between two published reports
+
+FLOPS_RULE = "FLOPS_are_a_rule"
+"""Metric that is 1 if ``FLOPS_per_gpu`` was estimated from the number of parameters, because no FLOPs could be counted."""
+
+_RULE_NOTE = (
+    "no FLOPs could be counted, as with compiled or custom kernels: FLOPS_per_gpu assumes 6 for each parameter and record, "
+    "and ranks configurations as throughput does all the same"
+)
+_FLOPS = "FLOPS_per_gpu"
+_RULE_PER_PARAMETER = 6  # FLOPs per parameter and record, in forward and backward
 
 
 def recorded_inputs(record: SearchRecord) -> PredictInputs | None:
-    """Return the inputs of method ``predict`` from the journal; None if it has none."""
+    """Return the recorded inputs of method ``predict``; None if there are none."""
     event = next((event for event in record.events() if event["event"] == "inputs"), None)
     return None if event is None else PredictInputs.from_json(event)
 
@@ -71,25 +82,25 @@ class Driver:
         self._make_backend = backend
         self._backend: Backend | RemoteSearch | None = None
         self._measurer: Backend | None = None  # the backend, unless the search is remote
-        self._is_replay = True
+        self._is_replay = True  # events come from the journal, so nothing is printed
         self._print_line = print_line
         self._show = show
         self._poll_s = poll_s
         self._flops_per_record = None if inputs is None else inputs.flops_per_record
         self._notes: list[str] = []
         self.trials: dict[int, TrialResult] = {}
-        self._open: dict[int, Measure] = {}
-        self._handles: dict[int, dict[str, Any]] = {}  # of submitted trials, by id
+        self._open: dict[int, Measure] = {}  # trials without an outcome, by id
+        self._handles: dict[int, dict[str, Any]] = {}  # by which the backend finds submitted trials, by id
         self._signals: list[signal.Signals] = []
         self._has_news = False  # since the last published report
         self._next_report_s = 0.0
         self._end: Finish | None = None
         self._spent_budget_s: float | None = None  # the budget, if it ended the search
         self._is_recorded = False  # whether the journal has the end of the search
-        self._described_s = 0.0
+        self._described_s = 0.0  # seconds that dry runs took
 
     def run(self, signals: list[signal.Signals]) -> SearchStatus:
-        """Continue the search from the end of its journal; return how the search ended.
+        """Continue the search after the last event in its journal; return how it ended.
 
         The search stops when the caller's signal handlers append to ``signals``.
 
@@ -127,7 +138,7 @@ class Driver:
         return SearchStatus(end.reason, True, end.is_failure)
 
     def _end_trials(self, end: Finish) -> None:
-        """End remaining trials, let the backend store the result files, record the end."""
+        """End remaining trials, let the backend store the results, and record the end."""
         if self._backend is None:
             try:
                 self._backend = self._make_backend()
@@ -170,7 +181,7 @@ class Driver:
                 self._follow(backend)
             else:
                 self._end_overdue(backend)
-                self._take_ended(backend)
+                self._record_ended(backend)
                 self._publish_if_due(backend)
             self._show(list(self.trials.values()))
             time.sleep(self._poll_s)
@@ -224,8 +235,8 @@ class Driver:
         self._has_news = True
         actions = self._method.on_result(trial_id, outcome)
         is_rule = isinstance(outcome, Measured) and bool(outcome.value(FLOPS_RULE))
-        if is_rule and self._settings.flags.metric == "FLOPS_per_gpu" and RULE_NOTE not in self._notes:
-            actions = [Note(RULE_NOTE), *actions]
+        if is_rule and self._settings.flags.metric == "FLOPS_per_gpu" and _RULE_NOTE not in self._notes:
+            actions = [Note(_RULE_NOTE), *actions]
         if not self._is_replay:
             self._print_line(ended_line(self.trials[trial_id], self._settings.flags.metric))
             self._write_files()
@@ -260,12 +271,12 @@ class Driver:
     def _spec(self, measure: Measure) -> TrialSpec:
         return measuring_spec(self._settings, measure.candidate, measure.trial_id, self._record.search_id)
 
-    def _take_ended(self, backend: Backend) -> None:
+    def _record_ended(self, backend: Backend) -> None:
         for ended in backend.poll():
             if ended.trial_id in self._open and self._end is None:
-                self._take(ended)
+                self._record_outcome(ended)
 
-    def _take(self, ended: Ended) -> None:
+    def _record_outcome(self, ended: Ended) -> None:
         outcome = ended.outcome
         if isinstance(outcome, Measured):
             wrong = mismatch_with_request(outcome, self._open[ended.trial_id].candidate)
@@ -289,10 +300,10 @@ class Driver:
             if trial_id not in self._open or running_s <= deadline_s:
                 continue
             backend.kill(trial_id)
-            self._take_ended(backend)  # the trial may have reported a result before it hung
+            self._record_ended(backend)  # the trial may have reported a result before it hung
             if trial_id in self._open and self._end is None:
                 message = f"it was ended after {running_s:.0f} s; expected at most {deadline_s:.0f} s"
-                self._take(Ended(trial_id, Failure(FailureKind.TIMEOUT, message), running_s))
+                self._record_outcome(Ended(trial_id, Failure(FailureKind.TIMEOUT, message), running_s))
 
     def deadline_s(self, measure: Measure) -> float:
         """Return the time limit of a trial, in seconds.
@@ -312,7 +323,7 @@ class Driver:
         return max(_DEADLINE_FACTOR * max(expected_s), _MIN_DEADLINE_S)
 
     def _write_files(self) -> None:
-        """Write all trials and the best configuration; print a line if the disk is full."""
+        """Write files with all trials and the best one; print a line if the disk is full."""
         trials, settings = list(self.trials.values()), self._settings
         best = best_of(trials, settings.flags.metric)
         config, metrics, experiment = (self._record.path / name for name in BEST_NAMES)
@@ -325,6 +336,7 @@ class Driver:
                 write_config(experiment, full_config(settings, best.candidate))
 
     def _read_files(self) -> dict[str, str]:
+        """Return the result files of the search: name -> text."""
         paths = [self._record.path / name for name in (*BEST_NAMES, "trials.json", *REPORT_NAMES)]
         return {path.name: path.read_text() for path in paths if path.exists()}
 
@@ -365,3 +377,68 @@ class Driver:
             forecasts=self._method.forecasts,
             notes=(*settings.warnings, *self._notes),
         )
+
+
+# ---- measurements of one search are comparable ------------------------------------------------
+
+
+def with_model_flops(
+    measured: Measured,
+    like: Measured | None,
+    *,
+    flops_per_record: float | None = None,
+    num_replicas: int = 1,
+) -> Measured:
+    """Return a measurement whose ``FLOPS_per_gpu`` is comparable within a search.
+
+    All measurements of a search use the same FLOPs per record, so equal throughput gives equal ``FLOPS_per_gpu``. The FLOPs are
+    counted in the first measurement, else in a dry run (``flops_per_record``, on one rank), else estimated from the number of
+    parameters. ``like`` is an earlier result of this function; None for the first measurement.
+    """
+    throughput = measured.value("throughput")
+    if not throughput:
+        return measured
+    metrics = dict(measured.metrics)
+    if like is not None:
+        rate, flops = like.value("throughput"), like.value(_FLOPS)
+        if not rate or not flops:
+            return measured
+        metrics[_FLOPS] = flops / rate * throughput
+        if like.value(FLOPS_RULE):
+            metrics[FLOPS_RULE] = 1.0
+    elif not measured.value(_FLOPS):
+        metrics[FLOPS_RULE] = 0.0 if flops_per_record else 1.0
+        if not flops_per_record:
+            flops_per_record = _RULE_PER_PARAMETER * max(measured.value("num_params") or 0.0, 1.0)
+        metrics[_FLOPS] = flops_per_record * throughput / num_replicas
+    return Measured(metrics)
+
+
+def mismatch_with_request(measured: Measured, candidate: Candidate) -> Failure | None:
+    """Return a failure if a trial used another batch or ZeRO stage than requested.
+
+    Returns None if it used the requested ones.
+
+    Trials with several engines are not checked: the request may apply to only one of the engines.
+    """
+    if (measured.value("num_engines") or 1) > 1:
+        return None
+    requested = {
+        "train_micro_batch_size_per_gpu": candidate.batch.micro_batch_size,
+        "gradient_accumulation_steps": candidate.batch.accumulation,
+        "zero_stage": candidate.stage,
+    }
+    wrong = {
+        name: (found, expected)
+        for name, expected in requested.items()
+        if (found := measured.value(name)) is not None and round(found) != expected
+    }
+    if not wrong:
+        return None
+    trained = ", ".join(f"{name} {round(value)}" for name, (value, _) in wrong.items())
+    values = ", ".join(str(value) for _, value in wrong.values())
+    return Failure(
+        FailureKind.USER_ERROR,
+        f"the engine trains with {trained}; expected {values}, as the trial was told. Build its config with "
+        "dsat.get_ds_config_from_hparams(hparams), or give the script's arguments to dsat.get_hf_args_with_overwrites.",
+    )

@@ -14,7 +14,7 @@ from surfaces import facts_of_search, play, space, surface, trials_of
 
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, TrialResult
-from dstrial.dsat.report.document import report_document, write_report
+from dstrial.dsat.report import report_document, write_report
 
 
 def _outcome(candidate: Candidate) -> Outcome:

@@ -1,1 +1,0 @@
-"""The search driver, which runs the trials that a search method requests."""

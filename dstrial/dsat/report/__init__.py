@@ -1,1 +1,0 @@
-"""Reports of a search: ``report.json``, ``report.md`` and lines on a terminal."""

@@ -1,1 +1,0 @@
-"""The search space: settings to vary, with their legal and useful values."""
