@@ -101,6 +101,7 @@ class SearchFlags:
     train_batch_size: int | None = None
     free_batch: bool = False
     space: str | None = None
+    tune: Sequence[str] = ()
     output: str | None = None
     local: bool = False
     fresh: bool = False
@@ -186,7 +187,7 @@ def _add(parser: argparse.ArgumentParser, names: str, text: str, **options: Any)
     if _DEFAULTS[dest] is False:
         options = {"action": "store_true"}
     spelled = dict.fromkeys((*short, long, f"--{dest}"))
-    parser.add_argument(*spelled, default=_DEFAULTS[dest], help=text, **options)
+    parser.add_argument(*spelled, **{"default": _DEFAULTS[dest], "help": text, **options})
 
 
 def _add_shared_flags(parser: argparse.ArgumentParser) -> None:
@@ -197,6 +198,8 @@ def _add_shared_flags(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--free-batch", text)
     text = "YAML file with further settings to try: dotted path -> list of values"
     _add(parser, "--space", text, metavar="FILE")
+    text = "values of a further setting to try, such as tensor_parallel.autotp_size=1,2; repeatable"
+    _add(parser, "--tune", text, action="append", default=[], metavar="KEY=V1,V2")
     _add(parser, "--output", "directory of the results (dsat/EXPERIMENT-METHOD, or plan)", metavar="DIR")
 
 

@@ -1,4 +1,4 @@
-"""Read and check the options, experiment config and ``--space`` file of a search."""
+"""Read and check a search's options, experiment config and search space (``--space``, ``--tune``)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from dstrial.config.auto_values import DEFAULT_MICRO_BATCH, SIZE_FLAGS, AutoValu
 from dstrial.config.batch import AUTO, BATCH_KEYS
 from dstrial.config.deepspeed_source import MAIN_KEY
 from dstrial.config.diagnostics import Diagnostics, render
-from dstrial.config.documents import read_yaml
+from dstrial.config.documents import parse_yaml_value, read_yaml
 from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
 from dstrial.config.experiment_config.entrypoint import find_script, trial_spec
 from dstrial.config.parallel_dims import batch_replicas
@@ -25,13 +25,13 @@ from dstrial.dsat.methods.base import MethodOptions
 from dstrial.dsat.space import ZERO, Space
 from dstrial.errors import ConfigError, ConfigProblem
 
-_NOT_IN_A_FILE = {
+_CHOSEN_BY_DSAT = {
     "train_batch_size": "Pass --train-batch-size for another global batch, or --free-batch to let it change.",
     "train_micro_batch_size_per_gpu": "Remove it: every micro batch that divides the global batch is tried anyway.",
     "gradient_accumulation_steps": "Remove it: it follows from the global batch and the micro batch.",
     f"{ZERO}.stage": "Pass --zero-stages, with the stages to try.",
 }
-"""Path that a ``--space`` file must not name -> what to do instead."""
+"""Path that ``--space`` and ``--tune`` must not name -> what to do instead."""
 _TOTAL, _MICRO, _ = BATCH_KEYS
 
 
@@ -81,8 +81,7 @@ def read_config(flags: SearchFlags) -> SearchConfig:
         raise ConfigError([*problems, *error.problems]) from error
     problems += _experiment_problems(flags, experiment)
     try:
-        if flags.space is not None:
-            extra = read_space(Path(flags.space), experiment.hyperparameters)
+        extra = read_space(flags, experiment.hyperparameters)
         if experiment.deepspeed is not None:
             base, assumed = with_batch_sizes(experiment)
             space = Space(
@@ -205,7 +204,7 @@ def _experiment_problems(flags: SearchFlags, experiment: ExperimentConfig) -> It
 
 
 def _space_value_problems(flags: SearchFlags, space: Space) -> tuple[list[ConfigProblem], list[str]]:
-    """Return (problems, warnings) about the values of ``--space``.
+    """Return (problems, warnings) about the values of ``--space`` and ``--tune``.
 
     A path without a legal value is a problem. An illegal value beside legal ones is a warning.
     """
@@ -216,14 +215,14 @@ def _space_value_problems(flags: SearchFlags, space: Space) -> tuple[list[Config
         reasons = {value: reason for value, reason in found.items() if reason is not None}
         if len(reasons) < len(values):
             warnings += [
-                f"{flags.space}: {path}: {value} is never tried: {reason}"
+                f"{_place(flags, path)}: {value} is never tried: {reason}"
                 for value, reason in reasons.items()
             ]
             continue
         stages = ", ".join(map(str, space.stages))
         expected = f"at least one value that can be tried in ZeRO stage {stages}"
-        fix = f"Correct or remove it. Of the first it is said: {next(iter(reasons.values()))}"
-        problems.append(ConfigProblem(f"{flags.space}: {path}", f"[{', '.join(reasons)}]", expected, fix))
+        fix = f"Correct or remove it. Why the first value is refused: {next(iter(reasons.values()))}"
+        problems.append(ConfigProblem(_place(flags, path), f"[{', '.join(reasons)}]", expected, fix))
     return problems, warnings
 
 
@@ -246,21 +245,31 @@ def _words(experiment: ExperimentConfig) -> list[str]:
     return shlex.split(given) if isinstance(given, str) else list(given or [])
 
 
-def read_space(path: Path, hyperparameters: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Read ``--space FILE`` (YAML or JSON); return dotted path -> values to try.
+def _place(flags: SearchFlags, path: str) -> str:
+    """Return where the user has written the values of a path, for messages."""
+    is_option = any(setting.startswith(f"{path}=") for setting in flags.tune)
+    return f"--tune {path}" if is_option else f"{flags.space}: {path}"
 
-    A path that begins with ``hyperparameters.`` must name one of ``hyperparameters``.
+
+def read_space(flags: SearchFlags, hyperparameters: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Read ``--space FILE`` (YAML or JSON) and ``--tune``; return dotted path -> values to try.
+
+    ``--tune KEY=V1,V2`` replaces the values that the file has for KEY. A path that begins with ``hyperparameters.`` must name
+    one of ``hyperparameters``.
     """
-    given = read_yaml(path, f"--space {path}").value
+    given = {} if flags.space is None else read_yaml(Path(flags.space), f"--space {flags.space}").value
     if not isinstance(given, Mapping):
         fix = "Write zero_optimization.sub_group_size: [1e8, 1e9], for example."
-        raise ConfigError([ConfigProblem(f"{path}", render(given), "a mapping of paths to lists", fix)])
+        raise ConfigError(
+            [ConfigProblem(f"{flags.space}", render(given), "a mapping of paths to lists", fix)]
+        )
+    given = {**given, **_tuned(flags.tune)}
     problems: list[ConfigProblem] = []
     for name, values in given.items():
-        where, hyperparameter = f"{path}: {name}", str(name).removeprefix(HYPERPARAMETERS)
-        if name in _NOT_IN_A_FILE:
+        where, hyperparameter = _place(flags, str(name)), str(name).removeprefix(HYPERPARAMETERS)
+        if name in _CHOSEN_BY_DSAT:
             expected = "one that dsat does not choose by itself"
-            problems.append(ConfigProblem(where, "a path", expected, _NOT_IN_A_FILE[name]))
+            problems.append(ConfigProblem(where, "a path", expected, _CHOSEN_BY_DSAT[name]))
         elif not isinstance(values, list) or not values:
             expected = "a list with at least one value"
             problems.append(ConfigProblem(where, render(values), expected, "List the values."))
@@ -270,6 +279,20 @@ def read_space(path: Path, hyperparameters: Mapping[str, Any]) -> dict[str, tupl
     if problems:
         raise ConfigError(problems)
     return {str(name): tuple(map(_as_size, values)) for name, values in given.items()}
+
+
+def _tuned(settings: Sequence[str]) -> dict[str, Any]:
+    """Return path -> values of ``--tune KEY=V1,V2``; V1 and V2 are YAML."""
+    values = {}
+    for setting in settings:
+        path, separator, text = setting.partition("=")
+        if not separator or not path:
+            fix = "Write --tune zero_optimization.sub_group_size=1e8,1e9, for example."
+            raise ConfigError(
+                [ConfigProblem("--tune", repr(setting), "KEY=VALUE,VALUE with a dotted key", fix)]
+            )
+        values[path] = parse_yaml_value(text if text.startswith("[") else f"[{text}]", f"--tune {path}")
+    return values
 
 
 def _as_size(value: Any) -> Any:

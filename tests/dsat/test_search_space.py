@@ -13,6 +13,7 @@ from surfaces import BASE, play, space
 
 from dstrial.config.deepspeed_rules.ignored import zero_keys_without_effect
 from dstrial.config.parallel_dims import ParallelDims
+from dstrial.dsat.cli import SearchFlags
 from dstrial.dsat.config import read_space
 from dstrial.dsat.core.candidate import BatchSizeGrid, BatchSplit, layered
 from dstrial.dsat.predictor.config_groups import ConfigGroups
@@ -111,6 +112,10 @@ def test_config_has_no_autotuning_or_dead_keys() -> None:
     assert config[ZERO] == {"stage": 3}
 
 
+def flags(**options: Any) -> SearchFlags:
+    return SearchFlags(search_method="predict", config_path="exp.yaml", model_dir=".", **options)
+
+
 def test_space_file_adds_paths_and_is_checked(tmp_path: Path) -> None:
     path = tmp_path / "space.yaml"
     path.write_text(
@@ -119,7 +124,7 @@ def test_space_file_adds_paths_and_is_checked(tmp_path: Path) -> None:
         "hyperparameters.checkpointing: [true, false]\n"
     )
 
-    extra = read_space(path, {"checkpointing": False})
+    extra = read_space(flags(space=str(path)), {"checkpointing": False})
 
     assert extra[f"{ZERO}.reduce_bucket_size"] == (10_000_000, 25_000_000)
     searched = space(extra=extra)
@@ -136,12 +141,28 @@ def test_space_file_adds_paths_and_is_checked(tmp_path: Path) -> None:
     )
     path.write_text("".join(f"{name}: [1, 2]\n" for name in chosen))
     with pytest.raises(ConfigError, match="--zero-stages") as error:
-        read_space(path, {})
+        read_space(flags(space=str(path)), {})
     assert len(error.value.problems) == 4
     path.write_text(f"hyperparameters.other: [1]\n{ZERO}.reduce_bucket_size: 3\n")
     with pytest.raises(ConfigError) as error:
-        read_space(path, {})
+        read_space(flags(space=str(path)), {})
     assert len(error.value.problems) == 2
+
+
+def test_tune_replaces_values_of_space_file(tmp_path: Path) -> None:
+    path = tmp_path / "space.yaml"
+    path.write_text(f"{ZERO}.sub_group_size: [1e8, 1e9]\ntensor_parallel.autotp_size: [1]\n")
+    settings = ["tensor_parallel.autotp_size=1,2", "hyperparameters.act=[gelu, relu]"]
+
+    extra = read_space(flags(space=str(path), tune=settings), {"act": "relu"})
+
+    assert extra[f"{ZERO}.sub_group_size"] == (10**8, 10**9)
+    assert extra["tensor_parallel.autotp_size"] == (1, 2)
+    assert extra["hyperparameters.act"] == ("gelu", "relu")
+    for wrong, message in (("stage", "KEY=VALUE"), (f"{ZERO}.stage=1", "--zero-stages"), ("a=", "one value")):
+        with pytest.raises(ConfigError, match=message) as error:
+            read_space(flags(tune=[wrong]), {})
+        assert error.value.problems[0].where.startswith("--tune")
 
 
 def test_layered_keeps_none_values_of_base() -> None:
