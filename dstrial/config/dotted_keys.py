@@ -1,4 +1,4 @@
-"""Read values at dotted keys; apply ``--config key=value``. Pure."""
+"""Read values at keys such as ``data.dstrial``; apply ``--config key=value``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from dstrial.config.diagnostics import (
 from dstrial.config.documents import Document, check_value, parse_yaml_value
 from dstrial.errors import ConfigError, ConfigProblem
 
+# Hyperparameters that hold DeepSpeed settings; `<engine>_deepspeed_config` is a further one for each additional engine.
 _HOLDERS = ("deepspeed_config", "overwrite_deepspeed_args")
+# Sections in which users choose the keys.
 _FREE = ("hyperparameters", "data")
 
 
@@ -52,7 +54,10 @@ def wants_system_metrics(config: Mapping[str, Any] | None) -> bool:
 
 
 def check_dotted_names(hyperparameters: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Record dotted hyperparameters, such as ``overwrite_deepspeed_args.fp16``."""
+    """Record a problem for each name such as ``overwrite_deepspeed_args.fp16``.
+
+    DeepSpeed settings must be nested mappings; a dotted name would be a hyperparameter without effect.
+    """
     for name, value in hyperparameters.items():
         first, dot, rest = name.partition(".")
         if dot and rest and first.endswith(_HOLDERS):
@@ -103,7 +108,10 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
 
 
 def _unknown_key(config: Any, path: KeyPath, label: str) -> ConfigProblem | None:
-    """Return a problem if a hyperparameter or ``data`` key to override does not exist."""
+    """Return a problem if ``path`` is a missing hyperparameter or key of ``data``.
+
+    Returns None for existing keys, for keys of other sections, and for keys that the check of the config validates.
+    """
     section = value_at(config, path[:1])
     if len(path) < 2 or path[0] not in _FREE:
         return None

@@ -176,6 +176,7 @@ class SearcherKeys:
     )
 
 
+# Keys of both searchers that stop trials early.
 _ASHA = ("max_trials", "max_concurrent_trials", "divisor", "stop_once", "train_stragglers")
 SEARCHERS: dict[str, SearcherKeys] = {
     "single": SearcherKeys(is_independent=True),
@@ -188,6 +189,8 @@ SEARCHERS: dict[str, SearcherKeys] = {
 }
 """Name of a searcher -> its config keys; ``dstrial.search.searcher`` maps names to implementations."""
 ENDED_SEARCHERS = ("custom", "adaptive", "adaptive_simple", "sync_halving")
+"""Searchers of former releases of Determined."""
+
 STORAGE_REQUIRES: dict[str, tuple[str, ...]] = {
     "shared_fs": ("host_path",),
     "directory": ("container_path",),
@@ -195,6 +198,8 @@ STORAGE_REQUIRES: dict[str, tuple[str, ...]] = {
     "gcs": ("bucket",),
     "azure": ("container",),
 }
+"""Type of a checkpoint storage -> its required fields."""
+
 _POLICY_ACTIONS = ("cancel_retries", "exclude_node")
 
 SEARCHER_COMMON: dict[str, Rule] = {

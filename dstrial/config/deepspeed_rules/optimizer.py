@@ -32,8 +32,12 @@ _VALUES: Mapping[str, Rule] = {
     "betas": Rule(("list",), check=_check_betas, fix="Write [0.9, 0.999], for example."),
     "warmup_type": Rule(("string",), enum=("log", "linear")),
 }
-"""Parameter name -> rule of its value. DeepSpeed and PyTorch check few parameters, and only on each rank."""
+"""Parameter of an optimizer or of DeepSpeed's schedulers -> rule of its value.
 
+DeepSpeed and PyTorch check few parameters, and only when each rank creates the optimizer.
+"""
+
+# Section -> legal values of its key `type`, for messages.
 _KNOWN = {
     "optimizer": "adam, adamw, adagrad, lamb, lion, muon, or the exact name of a torch.optim class",
     "scheduler": "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or the exact name of a "

@@ -23,14 +23,14 @@ _INSTALLING = re.compile(r"\b(?:install|develop|sync|easy_install)\b")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainingChecks:
-    """Settings of the checks for non-finite values and stalls."""
+    """What a run does about non-finite losses and about stalled ranks."""
 
-    # Action after consecutive reports without a finite loss or optimizer step; `fail` does not save the weights.
+    # Action after `non_finite_patience` consecutive reports without a finite loss or without an optimizer step;
+    # `fail` does not save the weights.
     non_finite: Literal["fail", "warn", "ignore"] = _DEFAULTS["non_finite"]
-    non_finite_patience: int = _DEFAULTS["non_finite_patience"]  # consecutive reports
-    stall_timeout: float = _DEFAULTS[
-        "stall_timeout"
-    ]  # seconds beyond the longest phase of the same kind so far
+    non_finite_patience: int = _DEFAULTS["non_finite_patience"]
+    # A batch, validation or checkpoint is stalled if it takes this many seconds more than the longest so far.
+    stall_timeout: float = _DEFAULTS["stall_timeout"]
     stall_action: Literal["report", "restart"] = _DEFAULTS["stall_action"]
 
     @classmethod
@@ -49,23 +49,27 @@ class Elasticity:
     """Numbers of slots with which an elastic trial may resume from a checkpoint."""
 
     wish: int  # `resources.slots_per_trial`, the initial number of slots
-    at_least: int | None  # `min_slots`; None for any valid number if the machine has fewer slots
+    at_least: int | None  # `min_slots`; None if it is not given
     at_most: int  # `max_slots`, by default `wish`
     period_s: float  # minimum time between two increases of the number of slots, in seconds
 
     @property
     def is_asked_for(self) -> bool:
+        """Whether the config allows other numbers of slots than ``slots_per_trial``."""
         return self.at_least is not None or self.at_most > self.wish
 
 
 def count_in(section: Any, key: str) -> int | None:
-    """Return the value at ``key`` if it is an integer of at least 1; otherwise None."""
+    """Return the value at ``key`` if it is an integer of at least 1; otherwise None.
+
+    None also if ``section`` is not a mapping.
+    """
     value = section.get(key) if isinstance(section, Mapping) else None
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 1 else None
 
 
 def elasticity_of(section: Mapping[str, Any], wish: int) -> Elasticity:
-    """Read the elastic settings of ``data.dstrial``; invalid values count as missing.
+    """Return the numbers of slots in ``data.dstrial``; invalid ones count as missing.
 
     ``section`` is ``data.dstrial``. ``wish`` is ``resources.slots_per_trial``, the default of ``max_slots``.
     """
@@ -76,7 +80,7 @@ def elasticity_of(section: Mapping[str, Any], wish: int) -> Elasticity:
 
 
 def check_slots(section: Mapping[str, Any], wish: Any, findings: Diagnostics) -> None:
-    """Check that ``min_slots <= slots_per_trial <= max_slots``.
+    """Record a problem unless ``min_slots <= slots_per_trial <= max_slots``.
 
     ``section`` is ``data.dstrial``, ``wish`` is ``resources.slots_per_trial``.
     """
@@ -113,7 +117,7 @@ def may_install(text: str) -> bool:
 
 
 def check_requirements(raw: Mapping[str, Any], context_dir: Path, findings: Diagnostics) -> None:
-    """Check that the requirements file is in the model definition."""
+    """Record a problem if the requirements file is not in the model definition."""
     key, name = "data.dstrial.requirements", requirements_of(raw)
     if name is None:
         return

@@ -44,10 +44,11 @@ _LOG_POLICIES = (
     {"name": "CUDA OOM", "pattern": ".*CUDA out of memory.*"},
     {"name": "ECC Error", "pattern": ".*uncorrectable ECC error encountered.*"},
 )
+# Image in place of a container image, in every complete config.
 NO_IMAGE = "none: the embedded master runs trials without containers"
-_MAX_AT_ONCE = 10_000
+_MAX_AT_ONCE = 10_000  # trials that a searcher may create in one step
 _MAX_GRID_POINTS = 10**9
-_CAPPED_POINTS = 10**18
+_CAPPED_POINTS = 10**18  # above this number, grid points are not counted exactly
 _ADJECTIVES = ("agile", "bold", "calm", "clever", "eager", "keen", "lucid", "quick", "vivid")
 _NOUNS = ("badger", "comet", "falcon", "harbor", "maple", "orchid", "otter", "river", "tulip")
 
@@ -69,10 +70,10 @@ class Submission:
 
     config: dict[str, Any]  # JSON values, with all defaults
     original: str  # YAML as written
-    warnings: tuple[str, ...]
+    warnings: tuple[str, ...]  # whole sentences
     interpreter: str | None  # Python interpreter that the config sets; None for the master's interpreter
     exceeds_slots: bool  # whether a trial needs more slots than exist, so that it stays queued
-    template: Mapping[str, Any] | None = None
+    template: Mapping[str, Any] | None = None  # partial config that filled in missing keys; None without one
 
 
 def check_submission(
@@ -87,7 +88,7 @@ def check_submission(
     document: Document | None = None,
     has_files: bool = True,
 ) -> Submission:
-    """Check a submitted config and its model definition; fill in all defaults.
+    """Return a submitted config, checked and with all defaults filled in.
 
     Args:
         config_text: the experiment config as YAML.
@@ -99,6 +100,9 @@ def check_submission(
         is_detached: whether trials run outside the master. They need no entrypoint, and the searcher is unused.
         document: ``config_text`` if already parsed; modified in place.
         has_files: whether to check that the entrypoint's module or script exists; False if no model definition was submitted.
+
+    Raises:
+        ConfigError: the config is invalid; the error lists all problems.
     """
     document = document or read_yaml_text(config_text, LABEL)
     exceeds: list[bool] = []
@@ -190,9 +194,11 @@ def _completed(raw: dict[str, Any], given: Mapping[str, Any], searcher: Mapping[
 
 
 def _strip_searcher(config: Any) -> dict[str, Any]:
-    """Reduce a detached run's searcher, in place, to its metric.
+    """Replace the searcher of ``config`` by one trial with the same metric, in place.
 
-    Returns the original searcher; empty if the config has no valid searcher. Source: Determined 0.38.1, ``core_v2.Config``, whose
+    For trials that run outside the master. Returns the original searcher; empty if the config has no valid searcher.
+
+    Source: Determined 0.38.1, ``core_v2.Config``, whose
     searcher has a metric and tells whether there are several trials.
     """
     searcher = config.get("searcher") if isinstance(config, dict) else None
@@ -216,7 +222,10 @@ def _fits(resumed: SavedRun, raw: Mapping[str, Any], num_slots: int) -> bool:
 
 
 def search_section(given: Any) -> dict[str, Any]:
-    """Check a config; return its ``hyperparameters`` and ``searcher`` for a preview."""
+    """Return the checked ``hyperparameters`` and ``searcher`` of a config.
+
+    For a preview of the search: other sections are not required. ConfigError lists all problems.
+    """
     check_value(given, LABEL)
     findings = Diagnostics({}, LABEL)
     if not isinstance(given, dict):

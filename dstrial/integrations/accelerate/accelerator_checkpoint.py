@@ -1,4 +1,4 @@
-"""Save, load and reshard the state of an ``Accelerator`` that uses DeepSpeed."""
+"""Check, save and load an ``Accelerator`` that trains with DeepSpeed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dstrial.trial.context import DeepSpeedTrialContext
 from dstrial.trial.trial import Checkpointable
 
 _RANDOM_STATES = "random_states_*.pkl"  # Accelerate's files, one for each process
-_USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
+_USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"  # Accelerate's variable; "true" switches DeepSpeed on
 
 
 class AcceleratorCheckpoint(Checkpointable):
@@ -50,12 +50,13 @@ class AcceleratorCheckpoint(Checkpointable):
             for engine in context.models:
                 stack.enter_context(loading_with(engine, _load_nothing))
             self._accelerator.load_state(str(load_path))
-        self._count_scheduler_steps_of(len(list(load_path.glob(_RANDOM_STATES))))
+        self._rescale_schedulers(len(list(load_path.glob(_RANDOM_STATES))))
 
-    def _count_scheduler_steps_of(self, num_saved: int) -> None:
-        """Rescale the step counts of schedulers to the current number of processes.
+    def _rescale_schedulers(self, num_saved: int) -> None:
+        """Convert step counts of schedulers to the current number of processes.
 
-        Accelerate steps a scheduler once per process and batch; ``num_saved`` processes wrote the checkpoint.
+        Accelerate steps a scheduler once per process and batch. ``num_saved`` is the number of processes that wrote the
+        checkpoint.
         """
         now = int(self._accelerator.num_processes)
         if num_saved == now or self._accelerator.split_batches:
@@ -141,7 +142,7 @@ def prepared_engines(accelerator: Any) -> list[DeepSpeedEngine]:
 
 @contextlib.contextmanager
 def _into_given_directory(accelerator: Any) -> Iterator[None]:
-    """In the block, make ``save_state(output_dir)`` write into ``output_dir``.
+    """Make ``save_state(output_dir)`` write into ``output_dir`` in the ``with`` block.
 
     Source: accelerate 1.15 ignores ``output_dir`` if ``automatic_checkpoint_naming`` is set.
     """
@@ -174,4 +175,5 @@ def _load_or_raise(engine: DeepSpeedEngine, path: pathlib.Path) -> Callable[...,
 
 
 def _load_nothing(*_args: Any, **_kwargs: Any) -> Any:
+    """Replace ``load_checkpoint`` of an engine while only the other files are loaded."""
     return None, {}

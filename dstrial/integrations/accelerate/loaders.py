@@ -42,7 +42,7 @@ def epoch_length_of(loader: Any, micro_batches_per_batch: int) -> int:
 
 
 def micro_batch_of(accelerator: Any, own: int | None) -> int:
-    """Return the micro batch size of the DeepSpeed config; ``own`` if that is "auto".
+    """Return the micro batch size of the DeepSpeed config, or ``own`` if it is "auto".
 
     Raises:
         ConfigError: the config's value is "auto" and ``own`` is None.
@@ -57,10 +57,10 @@ def micro_batch_of(accelerator: Any, own: int | None) -> int:
 
 
 def require_micro_batch(loaders: Iterable[Any], before: int | None, now: int) -> None:
-    """Raise DataError if no loader has the micro batch size that a resume has set.
+    """Raise DataError if no loader has the micro batch size of the resumed run.
 
-    ``before`` is the checkpoint's micro batch size (None for a new run), ``now`` the engine's. ``loaders`` are all loaders that
-    the accelerator has prepared.
+    ``before`` is the checkpoint's micro batch size (None for a new run), ``now`` that of the engine after the resume.
+    ``loaders`` are all loaders that the accelerator has prepared.
     """
     sizes = {size for loader in loaders if (size := _batch_size(loader)) is not None}
     if before is not None and before != now and sizes and now not in sizes:

@@ -56,7 +56,9 @@ _TOTAL, _MICRO, _STEPS = BATCH_KEYS
 
 
 class ArgumentDraft:
-    """A command line and a DeepSpeed config while ``reconcile`` changes both.
+    """A command line and a DeepSpeed config, in which ``reconcile`` changes values.
+
+    ``given`` is the unchanged command line, ``source`` the unchanged config.
 
     ``contradictions`` are sentences about arguments and keys to which the user gave different values.
     """

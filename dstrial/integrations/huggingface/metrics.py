@@ -28,6 +28,7 @@ _SUMMARY = "train_loss"
 # Suffixes of metrics that are not reported: durations and speeds, except an evaluation's samples per second.
 _SPEED_SUFFIXES = ("_runtime", "_per_second", "_compilation_time", "_preparation_time")
 _KEPT_SPEED = "_samples_per_second"
+# Entries that say when a metric was measured.
 _POSITIONS = frozenset({"epoch", "step"})
 
 
@@ -56,7 +57,7 @@ def kind_of(logs: Mapping[str, Any]) -> LogKind:
 def reported(
     logs: Mapping[str, Any], filter_metrics: Sequence[str] | None, always: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return a log entry without ``epoch``, ``step``, durations and filtered metrics.
+    """Return the metrics in a log entry: without ``epoch``, ``step`` and durations.
 
     ``filter_metrics`` are substrings: a metric is removed if its name contains none of them. None or empty keeps all metrics.
     The names in ``always`` are never removed.
@@ -87,7 +88,7 @@ def require_searcher_metrics(metrics: Mapping[str, Any], wanted: Sequence[tuple[
 
 
 class Throughput:
-    """Measures records per second of training, without pauses."""
+    """Measures training records per second of the time between pauses."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -124,7 +125,7 @@ class Throughput:
 
 
 class MetricReporter:
-    """Reports a Trainer's metrics.
+    """Reports the metrics in a Trainer's log entries to Determined's core context.
 
     Ranks: all; rank 0 reports. No communication.
 
