@@ -99,12 +99,6 @@ def check_slots(section: Mapping[str, Any], wish: Any, findings: Diagnostics) ->
         )
 
 
-def shares(num_slots: int, train_batch_size: int, ranks_per_replica: int) -> bool:
-    """Return whether the slots form whole replicas whose number divides the batch."""
-    replicas, rest = divmod(num_slots, ranks_per_replica)
-    return rest == 0 and replicas > 0 and train_batch_size % replicas == 0
-
-
 def requirements_of(config: Mapping[str, Any]) -> str | None:
     """Return a config's requirements file, relative to the model definition, or None."""
     name = dstrial_section(config).get("requirements")

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from dstrial.config.deepspeed_rules.check import CheckResult, ExplainedValue, explain
 from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.diagnostics import KeyPath, dotted, locate
-from dstrial.config.documents import Document, read_yaml_text
+from dstrial.config.documents import Document
 from dstrial.config.dotted_keys import leaves
-from dstrial.config.experiment_config.config import ExperimentConfig, check_experiment
-from dstrial.config.merge import merge_template
 from dstrial.config.secrets import SecretNames, masked
 
 LABEL = "experiment config"
@@ -61,34 +58,6 @@ def _is_given(config: Any, path: KeyPath) -> bool:
             return False
         config = config[part]
     return True
-
-
-def checked_again(
-    original: str,
-    template: Mapping[str, Any] | None,
-    context_dir: Path,
-    *,
-    has_files: bool,
-) -> ExperimentConfig:
-    """Check a submitted config again, with its template, to explain its values.
-
-    Args:
-        original: the submitted YAML.
-        template: values for missing keys; None without a template.
-        context_dir: directory of the unpacked model definition.
-        has_files: whether to check that the entrypoint's module or script exists.
-    """
-    document = read_yaml_text(original, LABEL)
-    if template is not None and isinstance(document.value, dict):
-        document.value.update(merge_template(template, document.value))
-    return check_experiment(
-        document,
-        Path(LABEL),
-        context_dir,
-        require_concrete=False,
-        require_entrypoint=False,
-        has_files=has_files,
-    )
 
 
 def explained_rows(

@@ -298,7 +298,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self._preemption.start(state.global_step)
         if arguments.saves_best(args) and control.should_save and self.trainer is not None:
             # Training ends here. The Trainer would only save the model if its metric has improved.
-            self._checkpoints.save_now(self.trainer, args, state, control, shares=False)
+            self._checkpoints.save_now(self.trainer, args, state, control)
         elif control.should_save or arguments.saves_best(args):
             self._checkpoints.prepare(args, state.global_step)
         # Next, the Trainer saves, calls other callbacks, or evaluates the next evaluation set.

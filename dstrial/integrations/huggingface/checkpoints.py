@@ -75,7 +75,7 @@ class TrainerCheckpoints:
         self._description = description
         self._stale_steps: frozenset[int] = frozenset()
         self._model: Any = None
-        self._shares = True
+        self._makes_links = True
         self._frozen_checksums: dict[str, str] | None = None  # parameter -> checksum, at the last save
         self.last_step = -1
 
@@ -122,21 +122,18 @@ class TrainerCheckpoints:
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        *,
-        shares: bool = True,
     ) -> None:
-        """Make the Trainer save the current step now, and store its files.
+        """Make the Trainer save the current step now, and store copies of its files.
 
-        ``shares``: whether to hard-link the files instead of copying them. After hard-linking, call ``prepare`` before the
-        Trainer writes this step again.
+        Files are not hard-linked, because the Trainer may write this step again without a call of ``prepare``.
         """
         self.prepare(args, state.global_step)
         trainer._save_checkpoint(trainer.model_wrapped, None)
-        self._shares = shares
+        self._makes_links = False
         try:
             trainer.callback_handler.on_save(args, state, control)
         finally:
-            self._shares = True
+            self._makes_links = True
         if not args.load_best_model_at_end:
             control.should_save = False
 
@@ -165,7 +162,7 @@ class TrainerCheckpoints:
             def put() -> dict[str, FileEntry]:
                 for name in mine:
                     target = root / directory.name / name
-                    _link(directory / name, target, os.link if self._shares else shutil.copy2)
+                    _link(directory / name, target, os.link if self._makes_links else shutil.copy2)
                 names = [f"{directory.name}/{name}" for name in mine]
                 if self._distributed.rank == 0:
                     names += self._write_run_files(root, directory.name)
@@ -183,7 +180,7 @@ class TrainerCheckpoints:
                     complete_manifest(root, parts, layouts, metadata)
 
             run_on_all_ranks(self._distributed, finish, describe)
-        if self._shares:
+        if self._makes_links:
             # The Trainer may save the same step again after its evaluation.
             self._stale_steps |= {step}
         self.last_step = step

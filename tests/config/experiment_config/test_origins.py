@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 from dstrial.config.documents import read_yaml_text
-from dstrial.config.experiment_config.origins import (
-    checked_again,
-    config_values,
-    explained_rows,
-)
-from dstrial.config.secrets import MASK, SecretNames
+from dstrial.config.experiment_config.origins import config_values
 
 TEXT = """\
 name: one
@@ -40,15 +32,3 @@ def test_value_origin_is_line_template_or_default() -> None:
         "debug": "default",
         "labels": "default",
     }
-
-
-def test_explained_deepspeed_config_masks_secrets(tmp_path: Path) -> None:
-    settings = {"train_batch_size": 8, "comet": {"enabled": True, "api_key": "very-secret"}}
-    (tmp_path / "ds.json").write_text(json.dumps(settings))
-    (tmp_path / "train.py").write_text("")
-    config = checked_again(TEXT, {"resources": {"slots_per_trial": 2}}, tmp_path, has_files=True)
-    ((name, (source, checked)),) = config.engines.items()
-    rows = {row.key: (row.value, row.origin) for row in explained_rows(source, checked, SecretNames())}
-    assert name == "deepspeed_config"
-    assert rows["comet.api_key"][0] == json.dumps(MASK)
-    assert rows["train_micro_batch_size_per_gpu"] == ("4", "solved")
