@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dstrial.config.auto_values import AutoValues
+from dstrial.config.batch import AUTO
 from dstrial.config.diagnostics import Diagnostics, KeyPath, dotted, nested_form, render
-
-AUTO = "auto"
 
 # Type in a `Rule` -> words for messages.
 _WORDS = {

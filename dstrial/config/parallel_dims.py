@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.config.dotted_keys import value_at
+from dstrial.config.dotted_keys import count_in, value_at
 from dstrial.errors import ConfigError, ConfigProblem
 
 DIM_KEYS = {"pipeline_stages": "pp", "model_parallel_size": "tp", "sequence_parallel_size": "sp"}
@@ -92,12 +92,7 @@ class ParallelDims:
 
         ``section`` is ``data.dstrial``. Sizes that are missing or invalid there are taken from this object.
         """
-        given = section if isinstance(section, Mapping) else {}
-        sizes = {field: getattr(self, field) for field in DIM_KEYS.values()}
-        for key, field in DIM_KEYS.items():
-            value = given.get(key)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                sizes[field] = value
+        sizes = {field: count_in(section, key) or getattr(self, field) for key, field in DIM_KEYS.items()}
         return ParallelDims.of_replica(**sizes, is_pipeline=self.is_pipeline)
 
     def to_layout(self) -> dict[str, Any]:

@@ -262,20 +262,20 @@ _SEARCHER = _section(
     train_stragglers=_rule(_KEPT, _ANY),
 )
 
-_RESOURCES = _section(
-    "resources of a trial",
-    slots=_rule("slots of a command; without effect in an experiment", "integer"),
-    slots_per_trial=_count("ranks of a trial, one per device; 0 for one rank on the CPU", default=1),
-    max_slots=_count("maximum number of slots of all trials together"),
-    priority=_count("priority; a lower number is scheduled first", minimum=1, maximum=99),
-    weight=_rule("without effect", "number", default=1, minimum=0),
-    resource_pool=_text("name of the resource pool", default=""),
-    devices=_rule(_UNUSED, "list", default=[]),
-    shm_size=_rule(_UNUSED, "integer", "string"),
-    native_parallel=_flag("without effect"),
-    is_single_node=_flag("whether all ranks of a trial run on one host", default=None),
-    agent_label=_text("without effect"),
-)
+RESOURCE_KEYS = {
+    "slots": _rule("slots of a command; without effect in an experiment", "integer"),
+    "slots_per_trial": _count("ranks of a trial, one per device; 0 for one rank on the CPU", default=1),
+    "max_slots": _count("maximum number of slots of all trials together"),
+    "priority": _count("priority; a lower number is scheduled first", minimum=1, maximum=99),
+    "weight": _rule("without effect", "number", default=1, minimum=0),
+    "resource_pool": _text("name of the resource pool", default=""),
+    "devices": _rule(_UNUSED, "list", default=[]),
+    "shm_size": _rule(_UNUSED, "integer", "string"),
+    "native_parallel": _flag("without effect"),
+    "is_single_node": _flag("whether all ranks of a trial run on one host", default=None),
+    "agent_label": _text("without effect"),
+}
+"""Keys of `resources`, of experiments and of commands."""
 
 _ENVIRONMENT = _section(
     "environment of the trial's processes",
@@ -469,7 +469,7 @@ EXPERIMENT = Section(
             "hyperparameters of the trials: constants and search spaces", "mapping", default={}
         ),
         "searcher": _SEARCHER,
-        "resources": _RESOURCES,
+        "resources": _section("resources of a trial", **RESOURCE_KEYS),
         "max_restarts": _count("maximum number of restarts of a trial after failures", default=5),
         "min_validation_period": _rule(
             "training length between two validations; 0: validate only at the end", "mapping", **_PERIOD
@@ -581,13 +581,6 @@ EXPERIMENT = Section(
 
 
 DIALECT = Dialect(name="the experiment config", null_is_absent=True)
-
-
-def section_of(key: str) -> Section:
-    """Return the section at a dotted key of the experiment config."""
-    section = EXPERIMENT.keys[key].section
-    assert section is not None, key
-    return section
 
 
 def experiment_schema() -> dict[str, Any]:

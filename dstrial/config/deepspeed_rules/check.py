@@ -8,16 +8,15 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from dstrial.config.auto_values import AutoValues
-from dstrial.config.batch import BATCH_KEYS, BatchSolution, solve_batch
+from dstrial.config.batch import AUTO, BATCH_KEYS, BatchSolution, solve_batch
 from dstrial.config.deepspeed_rules.conflicts import check_pairs
 from dstrial.config.deepspeed_rules.ignored import check_ignored
 from dstrial.config.deepspeed_rules.optimizer import check_optimizer_and_scheduler
-from dstrial.config.deepspeed_rules.settings import Settings
-from dstrial.config.deepspeed_schema import deepspeed_rules, installed_deepspeed_version
+from dstrial.config.deepspeed_rules.settings import Settings, deepspeed_rules, installed_deepspeed_version
 from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.diagnostics import Diagnostics, KeyPath, Lines, dotted, locate, render
 from dstrial.config.dotted_keys import leaves, value_at
-from dstrial.config.keys import AUTO, Dialect, check_keys
+from dstrial.config.keys import Dialect, check_keys
 from dstrial.config.parallel_dims import ParallelDims, batch_replicas
 from dstrial.errors import ConfigError, ConfigProblem
 

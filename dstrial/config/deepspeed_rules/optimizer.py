@@ -6,8 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.config.deepspeed_rules.settings import ZERO, Settings
-from dstrial.config.deepspeed_schema import DeepSpeedRules
+from dstrial.config.deepspeed_rules.settings import ZERO, DeepSpeedRules, Settings
 from dstrial.config.diagnostics import key_path, render
 from dstrial.config.keys import Dialect, Rule, Section, check_keys
 

@@ -24,7 +24,7 @@ from dstrial.config.experiment_config.environment import (
 from dstrial.config.experiment_config.submission import NO_IMAGE, random_name
 from dstrial.config.keys import Dialect, Rule, Section, check_keys
 from dstrial.config.merge import merge_template
-from dstrial.config.schema import EXPERIMENT, section_of
+from dstrial.config.schema import EXPERIMENT, RESOURCE_KEYS
 
 CommandKind = Literal["COMMAND", "TENSORBOARD", "GENERIC"]
 
@@ -65,7 +65,7 @@ _FALSE = Rule(types=("boolean",), default=False)
 _COUNT = Rule(types=("integer",), minimum=0)
 _RESOURCES = Section(
     # `slots_per_trial` comes from templates that experiments share.
-    {**section_of("resources").keys, "slots": _COUNT, "slots_per_trial": _COUNT}
+    {**RESOURCE_KEYS, "slots": _COUNT, "slots_per_trial": _COUNT}
 )
 _COMMAND = Section(
     {

@@ -20,12 +20,11 @@ from dstrial.config.deepspeed_rules.check import CheckResult, check_deepspeed
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, other_configs, read_deepspeed
 from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.documents import Document, read_yaml
-from dstrial.config.dotted_keys import apply_overrides, check_dotted_names, dstrial_section
+from dstrial.config.dotted_keys import apply_overrides, check_dotted_names, count_in, dstrial_section
 from dstrial.config.experiment_config.dstrial_section import (
     HOOK_NAME,
     check_requirements,
     check_slots,
-    count_in,
     requirements_of,
 )
 from dstrial.config.experiment_config.entrypoint import TrialSource, check_entrypoint

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from dstrial.config.diagnostics import Diagnostics, render
-from dstrial.config.dotted_keys import dstrial_section
+from dstrial.config.dotted_keys import count_in, dstrial_section
 from dstrial.config.keys import Section, check_keys
 from dstrial.config.schema import DIALECT, DSTRIAL
 
@@ -57,15 +57,6 @@ class Elasticity:
     def is_asked_for(self) -> bool:
         """Whether the config allows other numbers of slots than ``slots_per_trial``."""
         return self.at_least is not None or self.at_most > self.wish
-
-
-def count_in(section: Any, key: str) -> int | None:
-    """Return the value at ``key`` if it is an integer of at least 1; otherwise None.
-
-    None also if ``section`` is not a mapping.
-    """
-    value = section.get(key) if isinstance(section, Mapping) else None
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 1 else None
 
 
 def elasticity_of(section: Mapping[str, Any], wish: int) -> Elasticity:

@@ -1,4 +1,4 @@
-"""Check and complete an experiment config that a client submits to a master."""
+"""Check and complete a config that a client submits to a master; explain its values."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.config.diagnostics import Diagnostics, render
+from dstrial.config.diagnostics import Diagnostics, KeyPath, dotted, locate, render
 from dstrial.config.documents import (
     Document,
     check_value,
     read_yaml_text,
     yaml_text,
 )
-from dstrial.config.dotted_keys import dstrial_section
+from dstrial.config.dotted_keys import dstrial_section, leaves
 from dstrial.config.experiment_config.config import check_experiment, check_searcher
 from dstrial.config.experiment_config.environment import (
     INTERPRETER_VARIABLE,
@@ -38,7 +38,7 @@ from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.metadata import SavedRun
 from dstrial.resume.plan import resumable_slots
 
-LABEL = "experiment config"
+LABEL = "experiment config"  # name of a submitted config in messages
 
 _LOG_POLICIES = (
     {"name": "CUDA OOM", "pattern": ".*CUDA out of memory.*"},
@@ -340,3 +340,45 @@ def continued_config(active: Mapping[str, Any], changes: Mapping[str, Any]) -> s
 def _searcher_name(config: Mapping[str, Any]) -> Any:
     searcher = config.get("searcher")
     return searcher.get("name") if isinstance(searcher, Mapping) else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConfigValue:
+    """One value of an experiment's effective config, and where the value comes from."""
+
+    key: str  # dotted
+    value: Any  # JSON value; an empty mapping or a list counts as one value
+    origin: str  # `experiment config:LINE`, "template" or "default"
+
+
+def config_values(
+    effective: Mapping[str, Any], submitted: Document, template: Mapping[str, Any] | None
+) -> list[ConfigValue]:
+    """Return every value of a completed config with its origin, in the config's order.
+
+    Args:
+        effective: the completed config, with changes since the submission.
+        submitted: the config as the client wrote it.
+        template: the template that was merged into the submission; None without one.
+    """
+    return [
+        ConfigValue(dotted(path), value, _origin(path, submitted, template))
+        for path, value in leaves(effective)
+    ]
+
+
+def _origin(path: KeyPath, submitted: Document, template: Mapping[str, Any] | None) -> str:
+    if _is_given(submitted.value, path):
+        return locate(submitted.lines, path, submitted.label)
+    return "template" if template is not None and _is_given(template, path) else "default"
+
+
+def _is_given(config: Any, path: KeyPath) -> bool:
+    """Return whether a config has a value at ``path``, or a short form of a parent."""
+    for part in path:
+        if not isinstance(config, Mapping):
+            return True  # such as max_length: 100
+        if config.get(part) is None:
+            return False
+        config = config[part]
+    return True

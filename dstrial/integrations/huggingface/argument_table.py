@@ -40,7 +40,7 @@ from dstrial.config.auto_values import (
 )
 from dstrial.config.batch import AUTO, BATCH_KEYS, BatchSolution
 from dstrial.config.command_line import CommandLine
-from dstrial.config.deepspeed_schema import deepspeed_rules
+from dstrial.config.deepspeed_rules.settings import deepspeed_rules
 from dstrial.config.deepspeed_source import OVERWRITE_KEY, DeepSpeedSource
 from dstrial.config.diagnostics import Diagnostics, key_path, render
 from dstrial.config.dotted_keys import value_at

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dstrial.config.auto_values import AutoValues
 from dstrial.config.command_line import CommandLine
 from dstrial.config.deepspeed_rules.check import check_deepspeed, explain
-from dstrial.config.deepspeed_schema import deepspeed_rules
+from dstrial.config.deepspeed_rules.settings import deepspeed_rules
 from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.parallel_dims import ParallelDims
 

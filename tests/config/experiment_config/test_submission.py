@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from dstrial.config.documents import read_yaml_text
 from dstrial.config.experiment_config.submission import (
     MasterDefaults,
     Submission,
     check_submission,
+    config_values,
     continued_config,
     read_override,
     search_section,
@@ -174,3 +176,32 @@ def test_hostile_source_is_rejected_or_left_unparsed(tmp_path: Path, source: str
     else:
         with pytest.raises(ConfigError, match="is not Python"):
             check(tmp_path, text)
+
+
+TEXT = """\
+name: one
+entrypoint: python3 train.py
+searcher: {name: single, metric: loss, max_length: {batches: 5}}
+hyperparameters:
+  deepspeed_config: ds.json
+  lr: 0.1
+"""
+
+
+def test_value_origin_is_line_template_or_default() -> None:
+    effective = {
+        "name": "one",
+        "hyperparameters": {"lr": {"type": "const", "val": 0.1}},
+        "max_restarts": 2,
+        "debug": False,
+        "labels": [],
+    }
+    found = config_values(effective, read_yaml_text(TEXT, "experiment config"), {"max_restarts": 2})
+    assert {one.key: one.origin for one in found} == {
+        "name": "experiment config:1",
+        "hyperparameters.lr.type": "experiment config:6",
+        "hyperparameters.lr.val": "experiment config:6",
+        "max_restarts": "template",
+        "debug": "default",
+        "labels": "default",
+    }
