@@ -1,4 +1,4 @@
-"""Check and complete a config that a client submits to a master; explain its values."""
+"""Check and complete submitted experiment configs; find the origin of each value."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ from determined import pytorch
 
 from dstrial.errors import TrialContractError
 from dstrial.integrations import require
-from dstrial.integrations.accelerate.accelerator_checkpoint import require_deepspeed_on_all_ranks
-from dstrial.integrations.accelerate.loaders import micro_batch_of
+from dstrial.integrations.accelerate.accelerator import micro_batch_of, require_deepspeed_on_all_ranks
 from dstrial.integrations.accelerate.progress_tracker import ProgressTracker
 from dstrial.integrations.accelerate.trial_run import TrialRun
 from dstrial.local.run_directory import RunState

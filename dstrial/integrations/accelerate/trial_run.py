@@ -16,9 +16,10 @@ from dstrial.config.deepspeed_source import MAIN_KEY
 from dstrial.config.dotted_keys import dstrial_section, wants_system_metrics
 from dstrial.config.merge import overwrite_deepspeed_config
 from dstrial.errors import ConfigError, TrialContractError
-from dstrial.integrations.accelerate.accelerator_checkpoint import AcceleratorCheckpoint, prepared_engines
-from dstrial.integrations.accelerate.loaders import (
+from dstrial.integrations.accelerate.accelerator import (
+    AcceleratorCheckpoint,
     epoch_length_of,
+    prepared_engines,
     require_micro_batch,
     warn_of_unrepeatable_order,
 )
