@@ -232,13 +232,6 @@ def test_empty_entrypoint_or_missing_trial_is_rejected(load, entrypoint, message
         load(EXPERIMENT.replace("model_def:MyTrial", entrypoint))
 
 
-def test_auto_in_script_config_gives_warning(load):
-    deepspeed = {**DEEPSPEED, "gradient_clipping": "auto"}
-    text = EXPERIMENT.replace("model_def:MyTrial", "python3 model_def.py")
-
-    assert 'gradient_clipping is "auto", which only another tool' in load(text, deepspeed).warnings[0]
-
-
 def test_indivisible_slots_error_names_slots_option(load):
     with pytest.raises(ConfigError, match=r"^--slots is 3; expected a multiple of 2, .* Use 2 or 4 slots\.$"):
         load(EXPERIMENT + "data: {dstrial: {pipeline_stages: 2}}\n", slots=3)
