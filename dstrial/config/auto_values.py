@@ -95,7 +95,7 @@ class AutoValues:
 
     @classmethod
     def of(cls, script: ScriptSource | None) -> AutoValues | None:
-        """Return the rules for a script; None if it uses neither Trainer nor Accelerate."""
+        """Return a script's ``AutoValues``; None if it uses neither of the libraries."""
         if script is None or script.library is None:
             return None
         is_trainer = script.library == "trainer"
@@ -129,8 +129,8 @@ class AutoValues:
                 return None
             from_flags[0] = DEFAULT_MICRO_BATCH
         micro_flag, steps_flag = from_flags
-        for asked in ((micro_flag, steps_flag), (micro_flag, None), (None, steps_flag), (None, None)):
-            attempt = (asked[0] if micro is None else micro, asked[1] if steps is None else steps)
+        for flags in ((micro_flag, steps_flag), (micro_flag, None), (None, steps_flag), (None, None)):
+            attempt = (flags[0] if micro is None else micro, flags[1] if steps is None else steps)
             try:
                 return solve_batch(total, *attempt, num_replicas, where=where)  # type: ignore[arg-type]  # what is no size is said so
             except ConfigError as error:

@@ -141,7 +141,7 @@ def deepspeed_configs(hyperparameters: Mapping[str, Any], context_dir: Path) -> 
 
 
 def _below(lines: Lines, prefix: KeyPath) -> dict[KeyPath, str]:
-    """Return the ``file:line`` of each key below ``prefix``, by its path below it."""
+    """Return path below ``prefix`` -> ``file:line``, for each key below ``prefix``."""
     inside = {path[len(prefix) :]: line for path, line in lines.items() if path[: len(prefix)] == prefix}
     inside.setdefault((), locate(lines, prefix, ""))
     # A value from the command line has no line, so its message needs the whole key.

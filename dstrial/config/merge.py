@@ -86,8 +86,8 @@ _STORAGE_COMMON = ("save_experiment_best", "save_trial_best", "save_trial_latest
 def merge_template(template: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config in which a template's values replace missing or null ones.
 
-    Mappings are merged at every depth, with these exceptions. Labels are united. Bind mounts, devices and proxy ports of the
-    template are added unless the config uses the same container path or port. Environment variables of the template come before
+    Mappings are merged at every depth, with these exceptions. Labels are united. Proxy ports of the template are
+    added unless the config uses the same port. Environment variables of the template come before
     the config's. Log policies are merged by name. A hyperparameter is merged only if it is a group in both configs. If the types
     of searcher or storage differ, only fields common to all types are merged. Periods are not merged, because units may differ.
     Both arguments are unchecked partial configs; neither is modified.

@@ -68,7 +68,7 @@ def _is_count(value: object) -> bool:
 
 
 def compile_pattern(text: str) -> Any:
-    """Compile a RE2 pattern in multi-line mode; the result has ``search(str)``.
+    """Compile an RE2 pattern in multi-line mode; the result has ``search(str)``.
 
     Python's ``re`` backtracks: ``(a+)+$`` and a line of forty letters would block the master for hours. An invalid pattern raises
     ValueError. Syntax: https://github.com/google/re2/wiki/Syntax.

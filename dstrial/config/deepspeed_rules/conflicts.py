@@ -17,7 +17,7 @@ _OTHER_SLOTS = "Change it, or the number of slots."
 
 
 def check_pairs(settings: Settings) -> None:
-    """Record a problem for each combination of settings that excludes each other."""
+    """Record a problem for each setting that cannot be combined with another one."""
     for rule in (
         _pipeline,
         _precision,

@@ -184,7 +184,7 @@ def _words(entrypoint: Any, findings: Diagnostics) -> tuple[str, ...]:
 def interpreter_of(config: Mapping[str, Any]) -> str | None:
     """Return the path of the Python interpreter that a config sets, or None.
 
-    Read is the environment variable ``DET_PYTHON_EXECUTABLE`` for CPUs.
+    The config sets it by the environment variable ``DET_PYTHON_EXECUTABLE`` for CPUs.
     """
     variables = by_device(config["environment"]["environment_variables"]).get("cpu") or []
     return dict(variable.partition("=")[::2] for variable in variables).get(INTERPRETER_VARIABLE) or None

@@ -59,33 +59,34 @@ class Elasticity:
         return self.at_least is not None or self.at_most > self.wish
 
 
-def elasticity_of(section: Mapping[str, Any], wish: int) -> Elasticity:
+def elasticity_of(section: Mapping[str, Any], slots_per_trial: int) -> Elasticity:
     """Return the numbers of slots in ``data.dstrial``; invalid ones count as missing.
 
-    ``section`` is ``data.dstrial``. ``wish`` is ``resources.slots_per_trial``, the default of ``max_slots``.
+    ``section`` is ``data.dstrial``. ``slots_per_trial`` is the default of ``max_slots``.
     """
     at_least, at_most = count_in(section, "min_slots"), count_in(section, "max_slots")
     given = section.get("resize_period")
     period_s = given if isinstance(given, (int, float)) and given else _DEFAULTS["resize_period"]
-    return Elasticity(wish, at_least, max(at_most or wish, wish), float(period_s))
+    at_most = max(at_most or slots_per_trial, slots_per_trial)
+    return Elasticity(slots_per_trial, at_least, at_most, float(period_s))
 
 
-def check_slots(section: Mapping[str, Any], wish: Any, findings: Diagnostics) -> None:
+def check_slots(section: Mapping[str, Any], slots_per_trial: Any, findings: Diagnostics) -> None:
     """Record a problem unless ``min_slots <= slots_per_trial <= max_slots``.
 
-    ``section`` is ``data.dstrial``, ``wish`` is ``resources.slots_per_trial``.
+    ``section`` is ``data.dstrial``; ``slots_per_trial`` is not checked if it is no integer.
     """
-    if not isinstance(wish, int):
+    if not isinstance(slots_per_trial, int):
         return
     at_least, at_most = count_in(section, "min_slots"), count_in(section, "max_slots")
-    if at_least is not None and at_least > max(wish, 1):
-        expected = f"at most {max(wish, 1)}, the slots_per_trial"
+    if at_least is not None and at_least > max(slots_per_trial, 1):
+        expected = f"at most {max(slots_per_trial, 1)}, the slots_per_trial"
         findings.problem("data.dstrial.min_slots", str(at_least), expected, "Lower it.")
-    if at_most is not None and at_most < wish:
+    if at_most is not None and at_most < slots_per_trial:
         findings.problem(
             "data.dstrial.max_slots",
             str(at_most),
-            f"at least {wish}, the slots_per_trial",
+            f"at least {slots_per_trial}, the slots_per_trial",
             "Raise it, or lower resources.slots_per_trial to what the trial is to begin with.",
         )
 

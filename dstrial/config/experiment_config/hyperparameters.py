@@ -56,7 +56,7 @@ def concrete_values(
 ) -> dict[str, Any]:
     """Return hyperparameters with one value in place of each search space.
 
-    Invalid hyperparameters are left out and recorded as problems.
+    Constants ``{type: const, val: …}`` become their values. Invalid hyperparameters are left out and recorded as problems.
 
     With ``require_concrete`` every search space is an error. Otherwise the middle of a numeric range, or the first value of a
     categorical list, is used, with a warning. With ``needs_counts`` a numeric range without a ``count`` is an error, as for the

@@ -198,8 +198,7 @@ def _strip_searcher(config: Any) -> dict[str, Any]:
 
     For trials that run outside the master. Returns the original searcher; empty if the config has no valid searcher.
 
-    Source: Determined 0.38.1, ``core_v2.Config``, whose
-    searcher has a metric and tells whether there are several trials.
+    Source: Determined 0.38.1, ``core_v2.Config``, whose searcher has a metric and tells whether there are several trials.
     """
     searcher = config.get("searcher") if isinstance(config, dict) else None
     if not isinstance(searcher, dict) or not isinstance(searcher.get("name"), str):
@@ -374,7 +373,10 @@ def _origin(path: KeyPath, submitted: Document, template: Mapping[str, Any] | No
 
 
 def _is_given(config: Any, path: KeyPath) -> bool:
-    """Return whether a config has a value at ``path``, or a short form of a parent."""
+    """Return whether a config gives the value at ``path``.
+
+    It may give the value in a short form, such as ``max_length: 100`` for ``max_length.batches``.
+    """
     for part in path:
         if not isinstance(config, Mapping):
             return True  # such as max_length: 100

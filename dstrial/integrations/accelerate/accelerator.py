@@ -118,10 +118,10 @@ def epoch_length_of(loader: Any, micro_batches_per_batch: int) -> int:
 
 
 def micro_batch_of(accelerator: Any, own: int | None) -> int:
-    """Return the micro batch size of the DeepSpeed config, or ``own`` if it is "auto".
+    """Return the DeepSpeed config's micro batch size; ``own`` if it has no number.
 
     Raises:
-        ConfigError: the config's value is "auto" and ``own`` is None.
+        ConfigError: the config's value is missing or "auto", and ``own`` is None.
     """
     size = accelerator.deepspeed_plugin.deepspeed_config.get(_MICRO)
     if isinstance(size, int):

@@ -281,17 +281,19 @@ def _settle_length(draft: ArgumentDraft) -> None:
 
 def _settle_precision(draft: ArgumentDraft) -> None:
     keys = {precision: f"{precision}.enabled" for precision in ("fp16", "bf16")}
-    said = {precision: value_at(draft.config, key) for precision, key in keys.items()}
+    configured = {precision: value_at(draft.config, key) for precision, key in keys.items()}
     for precision, other in (("fp16", "bf16"), ("bf16", "fp16")):
-        asked = [name for name in (precision, f"{precision}_full_eval") if draft.given.truth(name)]
-        if said[precision] is True and not asked:
+        flags = [name for name in (precision, f"{precision}_full_eval") if draft.given.truth(name)]
+        if configured[precision] is True and not flags:
             draft.set_argument(precision, "True", keys[precision])
-        elif said[precision] is False or (said[precision] is not True and said[other] is True):
-            winner = keys[precision] if said[precision] is False else keys[other]
-            for name in asked:
+        elif configured[precision] is False or (
+            configured[precision] is not True and configured[other] is True
+        ):
+            winner = keys[precision] if configured[precision] is False else keys[other]
+            for name in flags:
                 draft.set_argument(name, "False", winner)
-        elif said[precision] is not True:
-            draft.let_argument_win((keys[precision],), asked)
+        elif configured[precision] is not True:
+            draft.let_argument_win((keys[precision],), flags)
 
 
 def _is_read(draft: ArgumentDraft, key: str) -> bool:

@@ -37,9 +37,8 @@ def length_problems(
 ) -> list[ConfigProblem]:
     """Return a problem for each length in the searcher unlike that of the Trainer.
 
-    ``searcher`` is a section of the experiment config.
-    ``length`` is the result of ``length_of``; ``train_batch_size`` (over all ranks) converts records. A ``max_time`` in another
-    unit than batches or epochs is ignored.
+    ``searcher`` is a section of the experiment config, ``length`` the result of ``length_of``. ``train_batch_size`` (over all
+    ranks) converts records. A ``max_time`` in another unit than batches or epochs is ignored.
     """
     wanted: dict[str, tuple[str, float]] = {}
     if (max_length := searcher.get("max_length")) is not None:

@@ -278,7 +278,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             self._reporter.log(logs, state, batch_size, is_stopped=self.is_stopped)
             if kind_of(logs) is LogKind.TRAINING:
                 self._telemetry.report_log(state.global_step, float(state.num_input_tokens_seen), batch_size)
-                self._losses.take(logs, state.global_step, state.max_steps)
+                self._losses.check(logs, state.global_step, state.max_steps)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any

@@ -261,7 +261,7 @@ class LossWatch:
             is_resumed=step > 0,
         )
 
-    def take(self, logs: Mapping[str, Any], step: int, max_steps: int) -> None:
+    def check(self, logs: Mapping[str, Any], step: int, max_steps: int) -> None:
         """Check the loss of a log entry.
 
         Raises:

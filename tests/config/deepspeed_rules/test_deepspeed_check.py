@@ -216,13 +216,6 @@ def test_pipeline_clipping_by_first_stage_gives_warning(keys, sizes, is_told):
     assert ("gradients of its first stage alone" in " ".join(warnings(sizes, **keys))) is is_told
 
 
-def test_single_stage_pipeline_rejects_zero2():
-    sizes = ParallelDims(2, is_pipeline=True)
-    result = check_deepspeed({**BASE, "zero_optimization": {"stage": 2}}, sizes)
-
-    assert "expected 0 or 1 with a PipelineModule" in str(result.problems[0])
-
-
 @pytest.mark.parametrize("is_trainer", [True, False], ids=["Trainer", "Accelerate"])
 def test_sequence_parallelism_with_hf_libraries_is_rejected(is_trainer):
     filler = AutoValues("the library", is_trainer, CommandLine(()))
