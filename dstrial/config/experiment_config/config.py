@@ -47,7 +47,6 @@ from dstrial.config.schema import (
     EXPERIMENT,
     SEARCHER_COMMON,
     SEARCHERS,
-    Length,
 )
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.metadata import SavedRun
@@ -71,17 +70,9 @@ class ExperimentConfig:
     ]  # the whole config with defaults; missing `save_…` keys of `checkpoint_storage` are None
     metric: str  # validation metric that decides which checkpoint is best
     smaller_is_better: bool
-    max_length: Length | None
-    min_validation_period: Length | None  # None: validate only at the end
-    min_checkpoint_period: Length | None  # None: save only at the end and by `checkpoint_policy`
-    scheduling_unit: int  # batches between two training reports
-    perform_initial_validation: bool
-    checkpoint_policy: Literal["best", "all", "none"]
     slots_per_trial: int  # ranks of a trial, one per device; 0 for one rank on the CPU
-    experiment_seed: int
     environment_variables: dict[str, str]  # for the kind of device of this machine
-    profiling_enabled: bool
-    preemption_timeout_s: int
+    preemption_timeout_s: int  # grace period of ranks to save and exit after a stop request
     max_restarts: int
     warnings: tuple[str, ...]  # whole sentences with `file:line`
     notes: tuple[str, ...]  # whole sentences: assumptions of the check, and parts that it could not check
@@ -99,9 +90,12 @@ class ExperimentConfig:
         """The check of the main engine's DeepSpeed config; None if it is not given."""
         return self.engines[MAIN_KEY][1] if MAIN_KEY in self.engines else None
 
-    def require_max_length(self) -> Length:
-        if self.max_length is not None:
-            return self.max_length
+    def require_max_length(self) -> None:
+        """Raise ConfigError if the searcher does not give the length of training."""
+        searcher = self.raw["searcher"]
+        has_time = searcher["max_time"] is not None and searcher["time_metric"] in ("batches", "epochs")
+        if searcher["max_length"] is not None or has_time:
+            return
         problem = ConfigProblem(
             f"{self.path}: searcher.max_length",
             "not given, and searcher.max_time with time_metric batches or epochs is not either",
@@ -208,40 +202,21 @@ def check_experiment(
     return ExperimentConfig(
         path=path,
         context_dir=context_dir,
+        name=raw["name"],
+        entrypoint=raw["entrypoint"],
         hyperparameters=hyperparameters,
         raw=raw,
+        metric=raw["searcher"]["metric"],
+        smaller_is_better=raw["searcher"]["smaller_is_better"],
         slots_per_trial=slots_per_trial,
         environment_variables=variables[_device_kind()],
+        preemption_timeout_s=raw["preemption_timeout"] or DEFAULT_PREEMPTION_TIMEOUT_S,
+        max_restarts=raw["max_restarts"],
         warnings=tuple(dict.fromkeys(findings.warnings)),
         notes=tuple(dict.fromkeys(findings.notes)),
         engines=checks,
         sizes=sizes,
-        **_fields_of(raw),
     )
-
-
-def _fields_of(raw: Mapping[str, Any]) -> dict[str, Any]:
-    same = (
-        "name",
-        "entrypoint",
-        "scheduling_unit",
-        "perform_initial_validation",
-        "checkpoint_policy",
-        "max_restarts",
-    )
-    return {
-        **{key: raw[key] for key in same},
-        "metric": raw["searcher"]["metric"],
-        "smaller_is_better": raw["searcher"]["smaller_is_better"],
-        "max_length": _max_length(raw["searcher"]),
-        **{
-            key: length if (length := Length.from_config(raw[key])).value else None
-            for key in ("min_validation_period", "min_checkpoint_period")
-        },
-        "experiment_seed": raw["reproducibility"]["experiment_seed"],
-        "profiling_enabled": raw["profiling"]["enabled"],
-        "preemption_timeout_s": raw["preemption_timeout"] or DEFAULT_PREEMPTION_TIMEOUT_S,
-    }
 
 
 def _mapping_of(document: Document, context_dir: Path, findings: Diagnostics) -> Mapping[str, Any]:
@@ -491,15 +466,6 @@ def _assumed_stages(hyperparameters: Mapping[str, Any], config: Mapping[str, Any
                 continue
             return stages
     return 1
-
-
-def _max_length(searcher: Mapping[str, Any]) -> Length | None:
-    max_length = searcher["max_length"]
-    if max_length is not None:
-        return Length.from_config(max_length)
-    if searcher["max_time"] is not None and searcher["time_metric"] in ("batches", "epochs"):
-        return Length(searcher["max_time"], searcher["time_metric"])
-    return None
 
 
 def _device_kind() -> Literal["cpu", "cuda", "rocm"]:
