@@ -155,11 +155,6 @@ def test_preview_needs_no_entrypoint_and_rejects_huge_grids() -> None:
         search_section({"searcher": {"name": "grid", "metric": "l"}, "hyperparameters": axes})
 
 
-def test_config_above_1_mib_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="at most 1048576 bytes"):
-        check(tmp_path, GOOD + "data: {words: '" + "x" * 2**20 + "'}\n")
-
-
 @pytest.mark.parametrize(
     ("source", "is_left"),
     [
