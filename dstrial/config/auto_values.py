@@ -35,8 +35,10 @@ class NumberPair:
     also_removed: tuple[str, ...] = ()  # equivalent arguments, removed too if the key takes precedence
 
 
+# Two arguments of the Trainer, and the DeepSpeed key with a list of both.
 BETAS = ("adam_beta1", "adam_beta2")
 BETAS_KEY = "optimizer.params.betas"
+# For this pair the argument takes precedence; for `PAIRS` the DeepSpeed key does.
 LENGTH = NumberPair("max_steps", ("scheduler.params.total_num_steps",))
 PAIRS = (
     NumberPair("max_grad_norm", ("gradient_clipping",)),

@@ -14,6 +14,7 @@ from dstrial.config.diagnostics import render
 from dstrial.errors import ConfigError, ConfigProblem
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""DeepSpeed's keys for total batch size, micro batch size and accumulation steps."""
 
 AUTO = "auto"
 """Value of a DeepSpeed key that the user leaves to another tool, such as transformers' Trainer."""

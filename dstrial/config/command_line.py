@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 
 _NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
+# Spellings of booleans that `HfArgumentParser` accepts, in lower case.
 _TRUE = ("yes", "true", "t", "y", "1")
 _FALSE = ("no", "false", "f", "n", "0")
 

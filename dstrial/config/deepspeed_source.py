@@ -14,6 +14,7 @@ from dstrial.config.dotted_keys import leaves
 from dstrial.config.merge import merge_deepspeed
 from dstrial.errors import ConfigError
 
+# Hyperparameters: the config of the main engine, and changes of it.
 MAIN_KEY = "deepspeed_config"
 OVERWRITE_KEY = "overwrite_deepspeed_args"
 

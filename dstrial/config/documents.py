@@ -132,6 +132,7 @@ def _string(text: str) -> str:
 
 _TAG = "tag:yaml.org,2002:"
 _MERGE = f"{_TAG}merge"
+# YAML tag -> function that converts the text of a scalar.
 _READERS: dict[str, Callable[[str], Any]] = {
     "null": lambda _text: None,
     "bool": lambda text: {"true": True, "false": False}[text.lower()],

@@ -196,6 +196,7 @@ def merge_policies(base: Any, over: Any) -> Any:
     return copy.deepcopy([*merged.values()])
 
 
+# Path of a key -> function that merges its two values differently from other keys.
 _SPECIAL: dict[KeyPath, Callable[[Any, Any], Any]] = {
     ("searcher",): _merge_typed("name", _SEARCHER_COMMON),
     ("checkpoint_storage",): _merge_typed("type", _STORAGE_COMMON),

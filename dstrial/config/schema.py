@@ -333,6 +333,7 @@ _STORAGE = _section(
     credential=_text("credential for `account_url`, for `azure`"),
 )
 
+# Arguments of the rules for numbers of ranks or slots.
 _EXTENT: dict[str, Any] = {"minimum": 1, "fix": "Set it to 1 or more."}
 DSTRIAL = Section(
     {
@@ -448,6 +449,7 @@ _POLICY = Rule(
     ),
 )
 
+# Arguments of the rules for periods.
 _PERIOD: dict[str, Any] = {
     "section": _LENGTH,
     "default": {"batches": 0},

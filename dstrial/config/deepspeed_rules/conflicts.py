@@ -10,6 +10,7 @@ from dstrial.config.deepspeed_rules.settings import ZERO, Settings
 
 # Optimizers whose step is proportional to the gradient; Adam and similar optimizers normalise the gradient.
 _LINEAR_IN_GRADIENT = ("sgd", "asgd", "musgd")
+# Type names that DeepSpeed accepts -> the name of the precision.
 _DTYPES = {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
 _REMOVE = "Remove it."
 _KEEP_ONE = "Keep one of the two."

@@ -19,6 +19,7 @@ def _check_betas(value: Any) -> str | None:
     return None
 
 
+# DeepSpeed's schedulers whose parameters have a rule in `_VALUES`.
 _OF_DEEPSPEED = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _RATE = Rule(("number",), minimum=0)
 _FLAG = Rule(("boolean",))

@@ -53,7 +53,7 @@ from dstrial.resume.metadata import SavedRun
 from dstrial.resume.plan import check_resumption, with_kept_batch
 
 _MAX_ENTRYPOINT_CHARS = 2**16
-_MAX_OTHER_ENGINES = 20
+_MAX_OTHER_ENGINES = 20  # each costs a check of a DeepSpeed config
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dstrial.config.dotted_keys import count_in, dstrial_section
 from dstrial.config.keys import Section, check_keys
 from dstrial.config.schema import DIALECT, DSTRIAL
 
-HOOK_NAME = "startup-hook.sh"
+HOOK_NAME = "startup-hook.sh"  # Determined's name for a script that runs before the trial
 
 _TRAINING_CHECKS = ("non_finite", "non_finite_patience", "stall_timeout", "stall_action")
 _DEFAULTS = {key: rule.default for key, rule in DSTRIAL.keys.items()}

@@ -14,7 +14,7 @@ INTERPRETER_VARIABLE = "DET_PYTHON_EXECUTABLE"
 # Variables of Determined that users may set for their trials.
 _FREE_DET_VARIABLES = (INTERPRETER_VARIABLE, "DET_DEBUG", "DET_RETRY_CONFIG", "DET_SKIP_PIP_INSTALL")
 DEVICES = ("cpu", "cuda", "rocm")
-_GPU_ALIAS = "gpu"
+_GPU_ALIAS = "gpu"  # Determined's old name of "cuda"
 _KINDS = (*DEVICES, _GPU_ALIAS)
 
 

@@ -40,6 +40,7 @@ from dstrial.resume.plan import resumable_slots
 
 LABEL = "experiment config"  # name of a submitted config in messages
 
+# Determined's default log policies.
 _LOG_POLICIES = (
     {"name": "CUDA OOM", "pattern": ".*CUDA out of memory.*"},
     {"name": "ECC Error", "pattern": ".*uncorrectable ECC error encountered.*"},

@@ -27,6 +27,7 @@ _SECTION = "deepspeed_config"
 _DEFAULT_STAGE = 2  # default ZeRO stage of DeepSpeedPlugin, accelerate 1.15
 _TOTAL, _MICRO, _STEPS = BATCH_KEYS
 
+# Key of the Accelerate config -> environment variable that Accelerate reads instead.
 _VARIABLES: Mapping[str, str] = {
     "debug": "ACCELERATE_DEBUG_MODE",
     "enable_cpu_affinity": "ACCELERATE_CPU_AFFINITY",

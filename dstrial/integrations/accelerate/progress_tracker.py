@@ -23,7 +23,7 @@ from dstrial.loop.boundaries import (
 )
 from dstrial.loop.sync_point import StopReason
 
-_TEST_BATCHES = 2
+_TEST_BATCHES = 2  # length of a test run (`dstrial run --test`)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -44,8 +44,9 @@ if TYPE_CHECKING:
 USER_DATA_NAME = "my_data.json"
 """Determined's name for the checkpoint file with ``DetCallback(user_data=...)``."""
 
-_CONFIGURATION_NAME = "load_data.json"
-_LATEST_NAME = "latest"
+_CONFIGURATION_NAME = "load_data.json"  # Determined's name
+_LATEST_NAME = "latest"  # DeepSpeed's file with the tag of its newest checkpoint
+# Errors of `os.link` after which a file is copied.
 _NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS})
 
 

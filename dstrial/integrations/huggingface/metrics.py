@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dstrial.integrations.huggingface")
 
 _PROGRESS_INTERVAL_S = 1.0
+# Prefixes of the Trainer's metrics, and the metric that only its last log entry has.
 _EVALUATION = "eval_"
 _TEST = "test_"
 _SUMMARY = "train_loss"
