@@ -29,6 +29,10 @@ class DeepSpeedSource:
     lines: dict[KeyPath, str]  # `file:line` of every key of `merged`
     overwritten: frozenset[KeyPath]  # paths whose value comes from `overwrite_deepspeed_args`
 
+    def is_overwritten(self, path: KeyPath) -> bool:
+        """Return whether the value at ``path`` comes from ``overwrite_deepspeed_args``."""
+        return any(path[:length] in self.overwritten for length in range(1, len(path) + 1))
+
 
 def other_configs(hyperparameters: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the keys ``<engine>_deepspeed_config``, one per additional engine."""

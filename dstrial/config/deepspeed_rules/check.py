@@ -222,6 +222,6 @@ def _row(path: KeyPath, value: Any, source: DeepSpeedSource, checked: CheckResul
         origin = DEFAULT_ORIGIN
     elif given == AUTO:
         origin = f'{DEFAULT_ORIGIN} ("auto" in {place})'
-    elif any(path[:length] in source.overwritten for length in range(1, len(path) + 1)):
+    elif source.is_overwritten(path):
         origin = f"overwrite_deepspeed_args ({place})"
     return ExplainedValue(key, json.dumps(value, ensure_ascii=False), origin)

@@ -87,10 +87,6 @@ class ArgumentDraft:
         except ValueError:
             return None
 
-    def is_overwritten(self, key: str) -> bool:
-        path = key_path(key)
-        return any(path[:length] in self.source.overwritten for length in range(1, len(path) + 1))
-
     def set_key(self, key: str, value: Any) -> None:
         for part in reversed(key_path(key)):
             value = {part: value}
@@ -246,7 +242,7 @@ def _settle_number(draft: ArgumentDraft, pair: NumberPair) -> None:
     if not numbers:
         draft.let_argument_win(pair.keys, (pair.argument, *pair.also_removed))
         return
-    winner = next((key for key in numbers if draft.is_overwritten(key)), next(iter(numbers)))
+    winner = next((key for key in numbers if draft.source.is_overwritten(key_path(key))), next(iter(numbers)))
     value = numbers[winner]
     for key, other in numbers.items():
         if other != value:
