@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dstrial.config.deepspeed_schema import installed_deepspeed_version
+from dstrial.config.deepspeed_rules.settings import installed_deepspeed_version
 
 IS_0_19_0 = installed_deepspeed_version() == "0.19.0"
 needs_0_19_8 = pytest.mark.skipif(IS_0_19_0, reason="Requires: [deepspeed 0.19.8]")

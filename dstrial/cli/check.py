@@ -13,7 +13,6 @@ from dstrial.cli.streams import context_text, text_table
 from dstrial.config.deepspeed_rules.check import DEFAULT_ORIGIN, CheckResult, explain
 from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
-from dstrial.config.experiment_config.origins import explained_rows
 from dstrial.config.schema import experiment_schema
 from dstrial.config.secrets import SecretNames, masked
 from dstrial.context_directory import Context, list_context
@@ -150,7 +149,7 @@ def _print_text(
 
 
 def _print_table(title: str, source: DeepSpeedSource, checked: CheckResult, *, with_defaults: bool) -> None:
-    rows = explained_rows(source, checked, _SECRETS)
+    rows = explain(source, dataclasses.replace(checked, effective=masked(checked.effective, _SECRETS)))
     # A default that replaces an "auto" of the user has a longer origin, with the place of that "auto"; show it.
     shown = [row for row in rows if with_defaults or row.origin != DEFAULT_ORIGIN]
     cells = [(row.key, row.value, row.origin) for row in shown]

@@ -1,4 +1,4 @@
-"""Experiment config and DeepSpeed JSON: load, merge, solve the batch, check.
+"""Load, merge and check experiment configs and DeepSpeed JSON; solve batch sizes.
 
 This package only reads files. It starts no process and never imports torch, deepspeed or determined.
 """

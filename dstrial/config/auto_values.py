@@ -1,9 +1,10 @@
-"""Where transformers' Trainer or Accelerate replaces ``"auto"``. Pure.
+"""List the DeepSpeed keys whose ``"auto"`` the Trainer or Accelerate replaces.
 
-The Trainer uses Accelerate, which rejects every ``"auto"`` that remains when Accelerate creates the engine. With these libraries,
-an ``"auto"`` at a key that is not listed here is therefore an error. Source: transformers 4.56 and 5.23
-``integrations/deepspeed.py`` (``trainer_config_process``, ``trainer_config_finalize``); accelerate 1.11 and 1.15
-``utils/dataclasses.py`` (``DeepSpeedPlugin``), ``accelerator.py`` (``_prepare_deepspeed``).
+transformers' Trainer uses Accelerate, which rejects every ``"auto"`` that remains when Accelerate creates the engine.
+With these libraries, an ``"auto"`` at a key that is not listed here is therefore an error.
+
+Source: transformers 4.56 and 5.23 ``integrations/deepspeed.py`` (``trainer_config_process``, ``trainer_config_finalize``);
+accelerate 1.11 and 1.15 ``utils/dataclasses.py`` (``DeepSpeedPlugin``), ``accelerator.py`` (``_prepare_deepspeed``).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ DEFAULT_MICRO_BATCH = 8
 _TOTAL, _MICRO, _STEPS = BATCH_KEYS
 MICRO_FLAG, STEPS_FLAG = "per_device_train_batch_size", "gradient_accumulation_steps"
 SIZE_FLAGS = {_MICRO: MICRO_FLAG, _STEPS: STEPS_FLAG}
+"""Batch size in a DeepSpeed config -> Trainer argument with the same meaning."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,8 +35,10 @@ class NumberPair:
     also_removed: tuple[str, ...] = ()  # equivalent arguments, removed too if the key takes precedence
 
 
+# Two arguments of the Trainer, and the DeepSpeed key with a list of both.
 BETAS = ("adam_beta1", "adam_beta2")
 BETAS_KEY = "optimizer.params.betas"
+# For this pair the argument takes precedence; for `PAIRS` the DeepSpeed key does.
 LENGTH = NumberPair("max_steps", ("scheduler.params.total_num_steps",))
 PAIRS = (
     NumberPair("max_grad_norm", ("gradient_clipping",)),
@@ -77,21 +81,23 @@ _BY_BOTH = frozenset(
         ),
     }
 )
+"""Keys at which both the Trainer and Accelerate replace ``"auto"``."""
+
 _BY_TRAINER = frozenset({"optimizer.params.eps", BETAS_KEY})
 """Keys at which the Trainer, but not Accelerate alone, replaces ``"auto"``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AutoValues:
-    """Replacement of ``"auto"`` by a script's Trainer, or by Accelerate alone."""
+    """Knows how the Trainer or Accelerate of a script replaces ``"auto"``."""
 
-    name: str  # for messages
-    is_trainer: bool
+    name: str  # the library, for messages
+    is_trainer: bool  # True for the Trainer, False for Accelerate alone
     arguments: CommandLine  # passed to the script by the entrypoint
 
     @classmethod
     def of(cls, script: ScriptSource | None) -> AutoValues | None:
-        """Return a script's ``"auto"`` values; None if no Trainer or Accelerate is used."""
+        """Return a script's ``AutoValues``; None if it uses neither of the libraries."""
         if script is None or script.library is None:
             return None
         is_trainer = script.library == "trainer"
@@ -104,10 +110,19 @@ class AutoValues:
     def solve(
         self, sizes: Mapping[str, object], num_replicas: int, where: Mapping[str, str]
     ) -> BatchSolution | None:
-        """Return the batch sizes that solve DeepSpeed's batch equation.
+        """Return batch sizes for which DeepSpeed's batch equation holds.
 
-        None if only the script knows the micro batch. ``sizes`` are the batch sizes in the DeepSpeed config; a number there
-        takes precedence over the script's command-line argument. ``where`` maps the name of each size to its ``file:line: key``.
+        Returns None if the script uses Accelerate and the config has neither total nor micro batch size. The script's data
+        loader then determines the micro batch size.
+
+        Args:
+            sizes: the batch sizes in the DeepSpeed config. A number there takes precedence over the script's command-line
+                argument, which is ignored if it contradicts the number.
+            num_replicas: data-parallel size.
+            where: name of each size -> its ``file:line: key``, for messages.
+
+        Raises:
+            ConfigError: the batch equation has no solution.
         """
         total, micro, steps = (None if (size := sizes.get(key)) == AUTO else size for key in BATCH_KEYS)
         from_flags = [self._number(flag) if self.is_trainer else None for flag in (MICRO_FLAG, STEPS_FLAG)]
@@ -116,8 +131,8 @@ class AutoValues:
                 return None
             from_flags[0] = DEFAULT_MICRO_BATCH
         micro_flag, steps_flag = from_flags
-        for asked in ((micro_flag, steps_flag), (micro_flag, None), (None, steps_flag), (None, None)):
-            attempt = (asked[0] if micro is None else micro, asked[1] if steps is None else steps)
+        for flags in ((micro_flag, steps_flag), (micro_flag, None), (None, steps_flag), (None, None)):
+            attempt = (flags[0] if micro is None else micro, flags[1] if steps is None else steps)
             try:
                 return solve_batch(total, *attempt, num_replicas, where=where)  # type: ignore[arg-type]  # what is no size is said so
             except ConfigError as error:

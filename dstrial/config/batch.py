@@ -14,8 +14,10 @@ from dstrial.config.diagnostics import render
 from dstrial.errors import ConfigError, ConfigProblem
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""DeepSpeed's keys for total batch size, micro batch size and accumulation steps."""
 
 AUTO = "auto"
+"""Value of a DeepSpeed key that the user leaves to another tool, such as transformers' Trainer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,12 +48,14 @@ def solve_batch(
     *,
     where: Mapping[str, str] | None = None,
 ) -> BatchSolution:
-    """Compute the batch sizes that are None or ``"auto"``.
+    """Return all three batch sizes; those that are None or ``"auto"`` are computed.
 
-    If only one of ``train_batch_size`` and ``train_micro_batch_size_per_gpu`` is given, ``gradient_accumulation_steps`` is 1, as
-    in DeepSpeed. If a size is not divisible, DeepSpeed fails an assertion; here the ConfigError names the nearest settings that
-    work. ``where`` maps the name of each size to its ``file:line: key``, for messages. Source: DeepSpeed 0.19.8
+    If only ``train_batch_size`` or only ``train_micro_batch_size_per_gpu`` is given, ``gradient_accumulation_steps`` is 1, as in
+    DeepSpeed. ``where`` maps the name of each size to its ``file:line: key``, for messages. Source: DeepSpeed 0.19.8
     runtime/config.py, ``_set_batch_related_parameters``.
+
+    Raises:
+        ConfigError: a size is no positive integer, or the sizes contradict each other. The error names sizes that work.
     """
     values = (train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)
     places = {key: f"deepspeed config: {key}" for key in BATCH_KEYS} | dict(where or {})

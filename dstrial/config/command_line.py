@@ -1,4 +1,4 @@
-"""Find, change and add flags in a command line for ``HfArgumentParser``. Pure."""
+"""Find, change and add flags in the arguments of an ``HfArgumentParser`` script."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 
 _NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
+# Spellings of booleans that `HfArgumentParser` accepts, in lower case.
 _TRUE = ("yes", "true", "t", "y", "1")
 _FALSE = ("no", "false", "f", "n", "0")
 
@@ -15,7 +16,7 @@ _FALSE = ("no", "false", "f", "n", "0")
 class GivenFlag:
     """One occurrence of a flag in a command line."""
 
-    word_idx: int
+    word_idx: int  # index of the flag in `CommandLine.words`
     spelling: str  # with its dashes
     value: str | None  # None for a flag without a value
     is_joined: bool  # whether flag and value are one word, joined by `=`
@@ -32,7 +33,7 @@ class CommandLine:
         return cls(tuple(words))
 
     def find(self, name: str) -> GivenFlag | None:
-        """Return the last occurrence of a flag, which takes effect; None if absent."""
+        """Return the last occurrence of a flag, which argparse uses; None if absent."""
         found = self._all(name)
         return found[-1] if found else None
 

@@ -14,6 +14,7 @@ from dstrial.config.dotted_keys import leaves
 from dstrial.config.merge import merge_deepspeed
 from dstrial.errors import ConfigError
 
+# Hyperparameters: the config of the main engine, and changes of it.
 MAIN_KEY = "deepspeed_config"
 OVERWRITE_KEY = "overwrite_deepspeed_args"
 
@@ -27,6 +28,10 @@ class DeepSpeedSource:
     merged: dict[str, Any]  # the config with `overwrite_deepspeed_args` applied
     lines: dict[KeyPath, str]  # `file:line` of every key of `merged`
     overwritten: frozenset[KeyPath]  # paths whose value comes from `overwrite_deepspeed_args`
+
+    def is_overwritten(self, path: KeyPath) -> bool:
+        """Return whether the value at ``path`` comes from ``overwrite_deepspeed_args``."""
+        return any(path[:length] in self.overwritten for length in range(1, len(path) + 1))
 
 
 def other_configs(hyperparameters: Mapping[str, Any]) -> tuple[str, ...]:
@@ -42,9 +47,9 @@ def read_deepspeed(
     label: str,
     findings: Diagnostics,
 ) -> DeepSpeedSource | None:
-    """Read one DeepSpeed config of an experiment, and merge its overwrites.
+    """Return one DeepSpeed config of an experiment, with its overwrites merged.
 
-    Returns None if the hyperparameter is missing, or if a problem was recorded.
+    Returns None if the hyperparameter ``key`` is missing, or if a problem was recorded.
 
     Args:
         key: hyperparameter with the config, or with the path of its file.
@@ -114,7 +119,10 @@ def _read_base(
 def _merged_lines(
     base_lines: Lines, overwritten: Iterable[KeyPath], lines: Lines, label: str
 ) -> dict[KeyPath, str]:
-    """Return the ``file:line`` of each key of the merged config."""
+    """Return the ``file:line`` of each key of a DeepSpeed config with overwrites.
+
+    ``base_lines`` are those of the config, ``lines`` those of the experiment config; ``overwritten`` are paths of overwrites.
+    """
     overwrite_lines = _below(lines, ("hyperparameters", OVERWRITE_KEY))
     merged_lines = dict(base_lines)
     for leaf in overwritten:
@@ -125,7 +133,7 @@ def _merged_lines(
 
 
 def deepspeed_configs(hyperparameters: Mapping[str, Any], context_dir: Path) -> list[dict[str, Any]]:
-    """Return a trial's merged DeepSpeed configs, ``deepspeed_config`` first.
+    """Return a trial's DeepSpeed configs with overwrites, ``deepspeed_config`` first.
 
     Configs that cannot be read are left out.
     """
@@ -138,7 +146,7 @@ def deepspeed_configs(hyperparameters: Mapping[str, Any], context_dir: Path) -> 
 
 
 def _below(lines: Lines, prefix: KeyPath) -> dict[KeyPath, str]:
-    """Return relative path -> ``file:line`` of the keys below ``prefix``."""
+    """Return path below ``prefix`` -> ``file:line``, for each key below ``prefix``."""
     inside = {path[len(prefix) :]: line for path, line in lines.items() if path[: len(prefix)] == prefix}
     inside.setdefault((), locate(lines, prefix, ""))
     # A value from the command line has no line, so its message needs the whole key.

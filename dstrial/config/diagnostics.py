@@ -12,7 +12,7 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 """Keys and list indexes that lead from the root of a document to one value."""
 
 Lines: TypeAlias = Mapping[KeyPath, str]
-"""Position of each key: ``file:line`` or another short label such as ``--config``."""
+"""Path of each key -> its position: ``file:line`` or another short label such as ``--config``."""
 
 OVERRIDE_LABEL = "--config"
 """Label of values from the command line; ``--config: key`` if only the section ``key`` is checked."""

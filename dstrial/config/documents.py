@@ -1,9 +1,11 @@
 """Parse untrusted YAML and JSON into plain values with line numbers.
 
 YAML follows the core schema of version 1.2, as in Determined's client: ``1e-5`` is a number and ``yes`` is a string. JSON is
-strict, as in ``overwrite_deepspeed_config``. A duplicate key is an error in both formats. Size, number of values and depth are
-limited, because nested aliases can expand 700 bytes to 19 GiB, and 20,000 brackets overflow a recursive reader's stack. For any
-text, the only error raised is ConfigError.
+strict: comments, trailing commas and NaN are errors. A duplicate key is an error in both formats. For any text, the only error
+raised is ConfigError.
+
+Size, number of values and depth are limited, because nested aliases can expand 700 bytes to 19 GiB, and 20,000 brackets overflow
+a recursive reader's stack.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class Document:
 
 
 class _InvalidError(ValueError):
-    """An illegal value; the arguments are (got, expected, fix) of the message."""
+    """An illegal value; ``args`` are the parts (got, expected, fix) of the message."""
 
     def at(self, where: str) -> ConfigError:
         return ConfigError([ConfigProblem(f"{where}: the text", *self.args)])
@@ -130,6 +132,7 @@ def _string(text: str) -> str:
 
 _TAG = "tag:yaml.org,2002:"
 _MERGE = f"{_TAG}merge"
+# YAML tag -> function that converts the text of a scalar.
 _READERS: dict[str, Callable[[str], Any]] = {
     "null": lambda _text: None,
     "bool": lambda text: {"true": True, "false": False}[text.lower()],
@@ -226,7 +229,10 @@ def _not_yaml(error: Exception, text: str, label: str) -> ConfigError:
 
 
 def _check_events(text: str, label: str) -> None:
-    """Check the limits before composing nodes, which recurses and takes memory."""
+    """Raise ConfigError if YAML exceeds the limits of depth and number of values.
+
+    Called before nodes are composed, because composing recurses and takes memory.
+    """
     num_values = depth = 0
     for event in yaml.parse(text, Loader=YamlLoader):
         if isinstance(event, yaml.CollectionEndEvent):
@@ -281,7 +287,10 @@ class _YamlReader:
         self._open.append(node)
 
     def _pairs(self, node: yaml.Node, path: KeyPath) -> dict[str, tuple[Any, yaml.Node, yaml.Node]]:
-        """Return key text -> (key, key node, value node) of a mapping."""
+        """Return the entries of a mapping, with ``<<`` merged, by the text of their keys.
+
+        An entry is (key, node of the key, node of the value).
+        """
         own: dict[str, tuple[Any, yaml.Node, yaml.Node]] = {}
         merged: dict[str, tuple[Any, yaml.Node, yaml.Node]] = {}
         texts: dict[Any, str] = {}

@@ -1,4 +1,4 @@
-"""Read values at dotted keys; apply ``--config key=value``. Pure."""
+"""Read values at keys such as ``data.dstrial``; apply ``--config key=value``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from dstrial.config.diagnostics import (
 from dstrial.config.documents import Document, check_value, parse_yaml_value
 from dstrial.errors import ConfigError, ConfigProblem
 
+# Hyperparameters that hold DeepSpeed settings; `<engine>_deepspeed_config` is a further one for each additional engine.
 _HOLDERS = ("deepspeed_config", "overwrite_deepspeed_args")
+# Sections in which users choose the keys.
 _FREE = ("hyperparameters", "data")
 
 
@@ -47,12 +49,24 @@ def dstrial_section(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return section if isinstance(section, Mapping) else {}
 
 
+def count_in(section: Any, key: str) -> int | None:
+    """Return the value at ``key`` if it is an integer of at least 1; otherwise None.
+
+    None also if ``section`` is not a mapping.
+    """
+    value = section.get(key) if isinstance(section, Mapping) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 1 else None
+
+
 def wants_system_metrics(config: Mapping[str, Any] | None) -> bool:
     return value_at(config, "profiling.enabled", False) is True
 
 
 def check_dotted_names(hyperparameters: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Record dotted hyperparameters, such as ``overwrite_deepspeed_args.fp16``."""
+    """Record a problem for each name such as ``overwrite_deepspeed_args.fp16``.
+
+    DeepSpeed settings must be nested mappings; a dotted name would be a hyperparameter without effect.
+    """
     for name, value in hyperparameters.items():
         first, dot, rest = name.partition(".")
         if dot and rest and first.endswith(_HOLDERS):
@@ -103,7 +117,10 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
 
 
 def _unknown_key(config: Any, path: KeyPath, label: str) -> ConfigProblem | None:
-    """Return a problem if a hyperparameter or ``data`` key to override does not exist."""
+    """Return a problem if ``path`` is a missing hyperparameter or key of ``data``.
+
+    Returns None for existing keys, for keys of other sections, and for keys that the check of the config validates.
+    """
     section = value_at(config, path[:1])
     if len(path) < 2 or path[0] not in _FREE:
         return None

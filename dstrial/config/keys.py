@@ -1,4 +1,4 @@
-"""Check a config's keys, types and bounds against a table; fill in defaults."""
+"""Check a config's keys, values and types against a table; fill in defaults."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dstrial.config.auto_values import AutoValues
+from dstrial.config.batch import AUTO
 from dstrial.config.diagnostics import Diagnostics, KeyPath, dotted, nested_form, render
 
-AUTO = "auto"
-
+# Type in a `Rule` -> words for messages.
 _WORDS = {
     "integer": "an integer",
     "number": "a number",
@@ -30,9 +30,9 @@ class Rule:
     """Rule of one config key: legal values, default, and texts for messages."""
 
     types: tuple[str, ...]  # keys of _WORDS, or "any"
-    default: Any = None
-    enum: tuple[Any, ...] | None = None
-    ignores_case: bool = False
+    default: Any = None  # value of a missing key
+    enum: tuple[Any, ...] | None = None  # the legal values; None if any value of the types is legal
+    ignores_case: bool = False  # whether strings in `enum` match in any case
     minimum: float | None = None  # inclusive
     exclusive_minimum: float | None = None
     maximum: float | None = None  # inclusive
@@ -56,7 +56,7 @@ class Section:
     keys: Mapping[str, Rule]
     # Whether the config's consumer rejects unknown keys and converts quoted numbers (DeepSpeed's pydantic models).
     strict: bool = False
-    required: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()  # keys that must be given
     is_open: bool = False  # whether unknown keys are legal
     # Whether missing keys get defaults; otherwise the result is a copy of the input.
     fills_in: bool = True
@@ -86,19 +86,19 @@ class Dialect:
     null_is_absent: bool = False  # whether null means a missing key
     auto: str = "value"  # "error" or "warning" for `"auto"`, "value" for an ordinary string
     filler: AutoValues | None = None  # replaces `"auto"`; if set, it overrides `auto`
-    unknown_is_warning: bool = False
+    unknown_is_warning: bool = False  # whether an unknown key is a warning instead of a problem
 
 
 def check_keys(
     section: Section, value: Mapping[str, Any], dialect: Dialect, findings: Diagnostics, path: KeyPath = ()
 ) -> dict[str, Any]:
-    """Check a mapping and everything in it; return a copy with defaults.
+    """Return a copy of a mapping with defaults; record problems at any depth.
 
     ``path`` is the mapping's key path in the document.
 
     Returns:
         A new mapping with every key of the table that is not deprecated: the given value if legal, otherwise the
-        default. Deprecated and unknown keys are kept if given.
+        default. Deprecated and unknown keys are kept if given. Without ``section.fills_in``, an unchanged copy.
     """
     spelled = {other: key for key, rule in section.keys.items() for other in (key, *rule.also)}
     effective: dict[str, Any] = {}
@@ -324,7 +324,7 @@ _JSON_BOUNDS = {
 
 
 def json_schema(section: Section, title: str) -> dict[str, Any]:
-    """Return the JSON Schema of a section for editors: keys, types, bounds, defaults."""
+    """Return the JSON Schema with which editors complete and check a section."""
     draft = "https://json-schema.org/draft/2020-12/schema"
     return {"$schema": draft, "title": title, "type": "object", **_json_keys(section)}
 

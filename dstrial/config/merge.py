@@ -20,10 +20,10 @@ from dstrial.errors import ConfigError, ConfigProblem
 
 
 def merge_deepspeed(base: Mapping[str, Any], overwrite: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge overwrites into a copy of a DeepSpeed config, key by key at every depth.
+    """Return a copy of a DeepSpeed config with overwrites merged in at every depth.
 
-    Two mappings are merged. Any other value of the overwrite (also a list) replaces the value of the base. ``None`` deletes the
-    key.
+    Two mappings are merged. Any other value of ``overwrite`` (also a list) replaces the value of ``base``. ``None`` deletes
+    the key.
     """
     merged: dict[str, Any] = {key: copy.deepcopy(value) for key, value in base.items()}
     for key, value in overwrite.items():
@@ -78,6 +78,7 @@ def overwrite_deepspeed_config(
     return merge_deepspeed(base, source_ds_dict)
 
 
+# Fields of a searcher or storage that have the same meaning for all types.
 _SEARCHER_COMMON = ("metric", "smaller_is_better", "source_trial_id", "source_checkpoint_uuid")
 _STORAGE_COMMON = ("save_experiment_best", "save_trial_best", "save_trial_latest")
 
@@ -85,8 +86,8 @@ _STORAGE_COMMON = ("save_experiment_best", "save_trial_best", "save_trial_latest
 def merge_template(template: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config in which a template's values replace missing or null ones.
 
-    Mappings are merged at every depth, with these exceptions. Labels are united. Bind mounts, devices and proxy ports of the
-    template are added unless the config uses the same container path or port. Environment variables of the template come before
+    Mappings are merged at every depth, with these exceptions. Labels are united. Proxy ports of the template are
+    added unless the config uses the same port. Environment variables of the template come before
     the config's. Log policies are merged by name. A hyperparameter is merged only if it is a group in both configs. If the types
     of searcher or storage differ, only fields common to all types are merged. Periods are not merged, because units may differ.
     Both arguments are unchecked partial configs; neither is modified.
@@ -126,10 +127,10 @@ def _replaced(_base: Any, over: Any) -> Any:
     return copy.deepcopy(over)
 
 
-def _union_of(kind: str, common: Sequence[str]) -> Callable[[Any, Any], Any]:
-    """Return the merge function of a section whose fields depend on its key ``kind``.
+def _merge_typed(kind: str, common: Sequence[str]) -> Callable[[Any, Any], Any]:
+    """Return a function that merges two sections with different fields for each type.
 
-    If ``kind`` differs between the two configs, only the fields in ``common`` are merged.
+    The key ``kind`` has the type, for example ``name`` for a searcher. If the types differ, only fields in ``common`` are merged.
     """
 
     def merge(base: Any, over: Any) -> Any:
@@ -148,8 +149,11 @@ def _shallow(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]
     return copy.deepcopy({**base, **given})
 
 
-def _by(name: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return a function that merges two lists of items identified by ``name(item)``."""
+def _merge_lists_by(name: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return a function that merges two lists; ``name(item)`` identifies equal items.
+
+    The result has the items of the second list, then those of the first that the second does not have.
+    """
 
     def merge(base: Any, over: Any) -> Any:
         if not isinstance(base, list) or not isinstance(over, list):
@@ -177,7 +181,7 @@ def _image(base: Any, over: Any) -> Any:
 
 
 def merge_policies(base: Any, over: Any) -> Any:
-    """Merge log policies by name; those of ``base`` come first.
+    """Return log policies merged by name; those of ``base`` come first.
 
     A policy of ``over`` with only a name, or with a null pattern, disables the policy of that name in ``base``.
     """
@@ -192,13 +196,14 @@ def merge_policies(base: Any, over: Any) -> Any:
     return copy.deepcopy([*merged.values()])
 
 
+# Path of a key -> function that merges its two values differently from other keys.
 _SPECIAL: dict[KeyPath, Callable[[Any, Any], Any]] = {
-    ("searcher",): _union_of("name", _SEARCHER_COMMON),
-    ("checkpoint_storage",): _union_of("type", _STORAGE_COMMON),
+    ("searcher",): _merge_typed("name", _SEARCHER_COMMON),
+    ("checkpoint_storage",): _merge_typed("type", _STORAGE_COMMON),
     ("min_validation_period",): _replaced,
     ("min_checkpoint_period",): _replaced,
-    ("labels",): _by(_itself),
-    ("environment", "proxy_ports"): _by(_proxy_port),
+    ("labels",): _merge_lists_by(_itself),
+    ("environment", "proxy_ports"): _merge_lists_by(_proxy_port),
     ("environment", "environment_variables"): joined_variables,
     ("environment", "image"): _image,
     ("log_policies",): merge_policies,

@@ -1,4 +1,4 @@
-"""The parallel dimensions of a job: data, pipeline, tensor, sequence, expert."""
+"""Compute how a job's ranks are divided into replicas, stages and other groups."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.config.dotted_keys import value_at
+from dstrial.config.dotted_keys import count_in, value_at
 from dstrial.errors import ConfigError, ConfigProblem
 
 DIM_KEYS = {"pipeline_stages": "pp", "model_parallel_size": "tp", "sequence_parallel_size": "sp"}
@@ -76,7 +76,7 @@ class ParallelDims:
         return self.has_pipeline_engine or self.tp > 1
 
     def on(self, world_size: int) -> ParallelDims:
-        """Return the same replica layout on another number of ranks.
+        """Return dimensions with the same replicas, on another number of ranks.
 
         Raises:
             ValueError: ``world_size`` is no multiple of the ranks of a replica.
@@ -88,16 +88,11 @@ class ParallelDims:
         return max(world_size // self.ranks_per_replica, 1)
 
     def with_section(self, section: Any) -> ParallelDims:
-        """Return the dimensions of one replica, with sizes from ``data.dstrial``.
+        """Return the dimensions of a job with one replica, sized by ``data.dstrial``.
 
-        Sizes that are missing or invalid in ``section`` (``data.dstrial``) are taken from this object.
+        ``section`` is ``data.dstrial``. Sizes that are missing or invalid there are taken from this object.
         """
-        given = section if isinstance(section, Mapping) else {}
-        sizes = {field: getattr(self, field) for field in DIM_KEYS.values()}
-        for key, field in DIM_KEYS.items():
-            value = given.get(key)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                sizes[field] = value
+        sizes = {field: count_in(section, key) or getattr(self, field) for key, field in DIM_KEYS.items()}
         return ParallelDims.of_replica(**sizes, is_pipeline=self.is_pipeline)
 
     def to_layout(self) -> dict[str, Any]:
@@ -137,7 +132,9 @@ def autotp_clash(
 
 
 def batch_replicas(config: Mapping[str, Any], dims: ParallelDims) -> int:
-    """Return the replicas in DeepSpeed's batch equation, usually ``dims.dp``.
+    """Return the replicas in DeepSpeed's batch equation; usually they are ``dims.dp``.
+
+    ``config`` is the DeepSpeed config.
 
     With AutoTP the result is the number of all ranks, because DeepSpeed parses the config before it creates AutoTP's groups.
     Source: ``runtime/config.py:458``.
@@ -159,7 +156,9 @@ def replicas_of(
     otherwise: int = 1,
     config: Mapping[str, Any] | None = None,
 ) -> int:
-    """Return the number of replicas in DeepSpeed's batch equation.
+    """Return the number of replicas in the batch equation of a running trial.
+
+    Ranks per replica come from ``data.dstrial``, the DeepSpeed config or user code.
 
     Args:
         data_config: the experiment config's ``data`` section.
@@ -173,27 +172,27 @@ def replicas_of(
     """
     section = data_config.get("dstrial")
     given = section if isinstance(section, Mapping) else {}
-    told = {key: given[key] for key in SECTION_KEYS if isinstance(given.get(key), int)}
+    sizes_given = {key: given[key] for key in SECTION_KEYS if isinstance(given.get(key), int)}
     sizes = {key: size for key, size in config_sizes(config).items() if size > 1}
-    if "pipeline_stages" in told:  # with a pipeline AutoTP is an error, and the other size is not read
+    if "pipeline_stages" in sizes_given:  # with a pipeline AutoTP is an error, and the other size is not read
         sizes = {}
-    if clash := autotp_clash(told.get("model_parallel_size"), config):
+    if clash := autotp_clash(sizes_given.get("model_parallel_size"), config):
         raise ConfigError([ConfigProblem("data.dstrial.model_parallel_size", *clash)])
-    told |= sizes
-    product = math.prod(told.values())
+    sizes_given |= sizes
+    product = math.prod(sizes_given.values())
     # `asked` does not count the ranks of a sequence.
-    if told and asked is not None and asked * sizes.get("sequence_parallel_size", 1) != product:
+    if sizes_given and asked is not None and asked * sizes.get("sequence_parallel_size", 1) != product:
         problem = ConfigProblem(
             "model_parallel_size of get_deepspeed_config()",
-            f"{asked}, but the configs say {' x '.join(f'{key} {value}' for key, value in told.items())}",
+            f"{asked}, but the configs say {' x '.join(f'{key} {value}' for key, value in sizes_given.items())}",
             "the same number of ranks per replica",
             "Leave it out of the call, or correct data.dstrial or the DeepSpeed config.",
         )
         raise ConfigError([problem])
-    per_replica = product if told else otherwise if asked is None else asked
+    per_replica = product if sizes_given else otherwise if asked is None else asked
     if per_replica < 1 or world_size % per_replica:
         problem = ConfigProblem(
-            "data.dstrial" if told else "model_parallel_size of get_deepspeed_config()",
+            "data.dstrial" if sizes_given else "model_parallel_size of get_deepspeed_config()",
             f"{per_replica} ranks per replica on {world_size} ranks",
             "replicas that use all ranks",
             f"Start a multiple of {max(per_replica, 1)} ranks, or correct the number.",

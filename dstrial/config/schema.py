@@ -68,7 +68,7 @@ def _is_count(value: object) -> bool:
 
 
 def compile_pattern(text: str) -> Any:
-    """Compile a RE2 pattern in multi-line mode; the result has ``search(str)``.
+    """Compile an RE2 pattern in multi-line mode; the result has ``search(str)``.
 
     Python's ``re`` backtracks: ``(a+)+$`` and a line of forty letters would block the master for hours. An invalid pattern raises
     ValueError. Syntax: https://github.com/google/re2/wiki/Syntax.
@@ -176,6 +176,7 @@ class SearcherKeys:
     )
 
 
+# Keys of both searchers that stop trials early.
 _ASHA = ("max_trials", "max_concurrent_trials", "divisor", "stop_once", "train_stragglers")
 SEARCHERS: dict[str, SearcherKeys] = {
     "single": SearcherKeys(is_independent=True),
@@ -188,6 +189,8 @@ SEARCHERS: dict[str, SearcherKeys] = {
 }
 """Name of a searcher -> its config keys; ``dstrial.search.searcher`` maps names to implementations."""
 ENDED_SEARCHERS = ("custom", "adaptive", "adaptive_simple", "sync_halving")
+"""Searchers of former releases of Determined."""
+
 STORAGE_REQUIRES: dict[str, tuple[str, ...]] = {
     "shared_fs": ("host_path",),
     "directory": ("container_path",),
@@ -195,6 +198,8 @@ STORAGE_REQUIRES: dict[str, tuple[str, ...]] = {
     "gcs": ("bucket",),
     "azure": ("container",),
 }
+"""Type of a checkpoint storage -> its required fields."""
+
 _POLICY_ACTIONS = ("cancel_retries", "exclude_node")
 
 SEARCHER_COMMON: dict[str, Rule] = {
@@ -257,20 +262,20 @@ _SEARCHER = _section(
     train_stragglers=_rule(_KEPT, _ANY),
 )
 
-_RESOURCES = _section(
-    "resources of a trial",
-    slots=_rule("slots of a command; without effect in an experiment", "integer"),
-    slots_per_trial=_count("ranks of a trial, one per device; 0 for one rank on the CPU", default=1),
-    max_slots=_count("maximum number of slots of all trials together"),
-    priority=_count("priority; a lower number is scheduled first", minimum=1, maximum=99),
-    weight=_rule("without effect", "number", default=1, minimum=0),
-    resource_pool=_text("name of the resource pool", default=""),
-    devices=_rule(_UNUSED, "list", default=[]),
-    shm_size=_rule(_UNUSED, "integer", "string"),
-    native_parallel=_flag("without effect"),
-    is_single_node=_flag("whether all ranks of a trial run on one host", default=None),
-    agent_label=_text("without effect"),
-)
+RESOURCE_KEYS = {
+    "slots": _rule("slots of a command; without effect in an experiment", "integer"),
+    "slots_per_trial": _count("ranks of a trial, one per device; 0 for one rank on the CPU", default=1),
+    "max_slots": _count("maximum number of slots of all trials together"),
+    "priority": _count("priority; a lower number is scheduled first", minimum=1, maximum=99),
+    "weight": _rule("without effect", "number", default=1, minimum=0),
+    "resource_pool": _text("name of the resource pool", default=""),
+    "devices": _rule(_UNUSED, "list", default=[]),
+    "shm_size": _rule(_UNUSED, "integer", "string"),
+    "native_parallel": _flag("without effect"),
+    "is_single_node": _flag("whether all ranks of a trial run on one host", default=None),
+    "agent_label": _text("without effect"),
+}
+"""Keys of `resources`, of experiments and of commands."""
 
 _ENVIRONMENT = _section(
     "environment of the trial's processes",
@@ -328,6 +333,7 @@ _STORAGE = _section(
     credential=_text("credential for `account_url`, for `azure`"),
 )
 
+# Arguments of the rules for numbers of ranks or slots.
 _EXTENT: dict[str, Any] = {"minimum": 1, "fix": "Set it to 1 or more."}
 DSTRIAL = Section(
     {
@@ -443,6 +449,7 @@ _POLICY = Rule(
     ),
 )
 
+# Arguments of the rules for periods.
 _PERIOD: dict[str, Any] = {
     "section": _LENGTH,
     "default": {"batches": 0},
@@ -464,7 +471,7 @@ EXPERIMENT = Section(
             "hyperparameters of the trials: constants and search spaces", "mapping", default={}
         ),
         "searcher": _SEARCHER,
-        "resources": _RESOURCES,
+        "resources": _section("resources of a trial", **RESOURCE_KEYS),
         "max_restarts": _count("maximum number of restarts of a trial after failures", default=5),
         "min_validation_period": _rule(
             "training length between two validations; 0: validate only at the end", "mapping", **_PERIOD
@@ -576,13 +583,6 @@ EXPERIMENT = Section(
 
 
 DIALECT = Dialect(name="the experiment config", null_is_absent=True)
-
-
-def section_of(key: str) -> Section:
-    """Return the section at a dotted key of the experiment config."""
-    section = EXPERIMENT.keys[key].section
-    assert section is not None, key
-    return section
 
 
 def experiment_schema() -> dict[str, Any]:

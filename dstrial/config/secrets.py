@@ -24,15 +24,19 @@ MASK = "********"
 
 _VARIABLES = "environment_variables"
 _REGISTRY = "registry_auth"
+# Keys that are not secret: of `registry_auth`, and of a hyperparameter with a secret name.
 _OPEN_OF_REGISTRY = ("username", "serveraddress", "server_address", "email")
 _OPEN_OF_SPECIFICATION = ("type", "count", "base", "minval", "maxval")
 
+# Names of secret environment variables, in upper case.
 _VARIABLE = re.compile(
     r"SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|CONNECTION_STRING"
     r"|KEYS?$|(^|[_.-])KEY_ID$|TOKEN$|(^|[_.-])TOKENS?([_.-]|$)|[_.-](PWD|PASS|PAT|AUTH|COOKIE)$"
 )
+# Names that are not secret if the value is a number, such as MAX_TOKENS=512.
 _PLURAL = re.compile(r"(TOKENS|KEYS)([_.-]|$)")
 _URL_WITH_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
+# Names of secret fields, in lower case.
 _FIELD = re.compile(
     r"(^|_)(password|passwd|passphrase|secret|secrets|credential|credentials|connection_string"
     r"|(api|access|secret|private|account|encryption|signing|license|service|storage|sas|wandb|ssh)_?keys?"
@@ -40,6 +44,7 @@ _FIELD = re.compile(
     r"|(api|access|auth|authentication|authorization|bearer|refresh|session|security|oauth|hub|hf|huggingface|hugging_face"
     r"|github|gitlab|git|wandb|sas|login|bot)_?tokens?)$"
 )
+# Places at which words of a name begin, as in apiKey or api-key.
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[-.\s]+")
 # Pre-filter: a text without a match has no secrets and is not parsed. Most configs have none; every completed config has the
 # key `registry_auth`, which is mostly null.
@@ -48,6 +53,7 @@ _HINT = re.compile(
     r"|registry_auth[\"']?\s*:\s*(?!\s|null|~)",
     re.IGNORECASE,
 )
+# An assignment NAME=value in a shell line; the value may be quoted.
 _ASSIGNMENT = re.compile(r"""\b([A-Za-z_]\w*)=("(?:[^"\\]|\\.)*"|'[^']*'|[^\s;&|]+)""")
 
 

@@ -10,7 +10,7 @@ from dstrial.errors import MissingExtraError, install_command
 def require(*packages: str, extra: str, who: str) -> None:
     """Raise MissingExtraError if one of ``packages`` is not installed.
 
-    For the message, ``extra`` names dstrial's extra with these packages, and ``who`` the module that needs the packages.
+    ``extra`` is dstrial's extra that installs the packages; ``who`` is the module that needs them. Both appear in the message.
     """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:

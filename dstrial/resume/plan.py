@@ -14,8 +14,7 @@ from dstrial.config.batch import BATCH_KEYS
 from dstrial.config.deepspeed_rules.check import CheckResult
 from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.diagnostics import Diagnostics
-from dstrial.config.dotted_keys import dstrial_section
-from dstrial.config.experiment_config.dstrial_section import count_in
+from dstrial.config.dotted_keys import count_in, dstrial_section
 from dstrial.config.parallel_dims import AUTOTP_KEY, SECTION_KEYS, ParallelDims, config_sizes
 from dstrial.errors import CheckpointLayoutError, ConfigError, ConfigProblem
 from dstrial.resume.batch import describe_batch, engine_of, keep_batch

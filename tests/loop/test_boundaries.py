@@ -131,3 +131,6 @@ def test_record_lengths_round_to_at_least_one_batch():
     assert isinstance(unit, pytorch.Epoch)
     assert unit.value == 7
     assert searcher_length({"max_time": 7, "time_metric": "seconds"}, 32) is None
+    both = searcher_length({"max_length": 100, "max_time": 3, "time_metric": "epochs"}, 32)
+    assert isinstance(both, pytorch.Batch)
+    assert both.value == 100

@@ -8,16 +8,15 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from dstrial.config.auto_values import AutoValues
-from dstrial.config.batch import BATCH_KEYS, BatchSolution, solve_batch
+from dstrial.config.batch import AUTO, BATCH_KEYS, BatchSolution, solve_batch
 from dstrial.config.deepspeed_rules.conflicts import check_pairs
 from dstrial.config.deepspeed_rules.ignored import check_ignored
 from dstrial.config.deepspeed_rules.optimizer import check_optimizer_and_scheduler
-from dstrial.config.deepspeed_rules.settings import Settings
-from dstrial.config.deepspeed_schema import deepspeed_rules, installed_deepspeed_version
+from dstrial.config.deepspeed_rules.settings import Settings, deepspeed_rules, installed_deepspeed_version
 from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.diagnostics import Diagnostics, KeyPath, Lines, dotted, locate, render
 from dstrial.config.dotted_keys import leaves, value_at
-from dstrial.config.keys import AUTO, Dialect, check_keys
+from dstrial.config.keys import Dialect, check_keys
 from dstrial.config.parallel_dims import ParallelDims, batch_replicas
 from dstrial.errors import ConfigError, ConfigProblem
 
@@ -33,10 +32,10 @@ class CheckResult:
 
     problems: tuple[ConfigProblem, ...]  # errors: training is refused
     warnings: tuple[str, ...]  # whole sentences, mostly about settings without effect
-    # Every key that DeepSpeed reads: given, solved or default; a wrong value is replaced by the default.
+    # Every key that DeepSpeed reads, with its given, computed or default value; for an illegal value the default.
     effective: dict[str, Any]
-    batch: BatchSolution | None  # None if there is no solution, or if the script sets the sizes
-    # Dotted key -> text: which library replaces `"auto"`.
+    batch: BatchSolution | None  # None if the batch equation has no solution, or if the script sets the sizes
+    # Dotted key with the value `"auto"` -> sentence that names the library which replaces the value.
     filled: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def raise_if_any(self) -> None:
@@ -54,15 +53,17 @@ def check_deepspeed(
     filler: AutoValues | None = None,
     installed: str | None = None,
 ) -> CheckResult:
-    """Check a merged DeepSpeed config by the rules of the installed release. Pure.
+    """Check a DeepSpeed config by the committed rules of one DeepSpeed release.
+
+    If another release is installed, the result has a warning, and unknown keys are warnings instead of problems.
 
     Args:
         config: the DeepSpeed config with overwrites applied.
         sizes: parallel dimensions of the job.
         where: label of keys without a line, such as "deepspeed config of engine 0".
         lines: ``file:line`` of each key.
-        auto: severity of ``"auto"`` outside the batch sizes: "warning" if another tool may still replace it.
-        filler: values with which the script's library replaces ``"auto"``; if given, argument ``auto`` is ignored.
+        auto: how to report ``"auto"`` outside the batch sizes: "warning" if another tool may still replace it.
+        filler: the script's library that replaces ``"auto"``; if given, argument ``auto`` is ignored.
         installed: DeepSpeed version that will run; by default the installed one, read without importing DeepSpeed.
     """
     findings = Diagnostics(lines or {}, where)
@@ -154,7 +155,10 @@ def _normalise(config: Mapping[str, Any], findings: Diagnostics) -> dict[str, An
 
 
 def _solve(given: Mapping[str, Any], settings: Settings, filler: AutoValues | None) -> BatchSolution | None:
-    """Return the batch sizes; None if they have no solution or the script sets them."""
+    """Return all batch sizes; None if they have no solution or the script sets them.
+
+    A missing solution is recorded as a problem.
+    """
     findings, sizes = settings.findings, settings.sizes
     replicas = batch_replicas(settings.effective, sizes)
     where = {key: findings.place(key) for key in BATCH_KEYS}
@@ -218,6 +222,6 @@ def _row(path: KeyPath, value: Any, source: DeepSpeedSource, checked: CheckResul
         origin = DEFAULT_ORIGIN
     elif given == AUTO:
         origin = f'{DEFAULT_ORIGIN} ("auto" in {place})'
-    elif any(path[:length] in source.overwritten for length in range(1, len(path) + 1)):
+    elif source.is_overwritten(path):
         origin = f"overwrite_deepspeed_args ({place})"
     return ExplainedValue(key, json.dumps(value, ensure_ascii=False), origin)

@@ -10,6 +10,7 @@ from dstrial.config.deepspeed_rules.settings import ZERO, Settings
 
 # Optimizers whose step is proportional to the gradient; Adam and similar optimizers normalise the gradient.
 _LINEAR_IN_GRADIENT = ("sgd", "asgd", "musgd")
+# Type names that DeepSpeed accepts -> the name of the precision.
 _DTYPES = {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
 _REMOVE = "Remove it."
 _KEEP_ONE = "Keep one of the two."
@@ -17,6 +18,7 @@ _OTHER_SLOTS = "Change it, or the number of slots."
 
 
 def check_pairs(settings: Settings) -> None:
+    """Record a problem for each setting that cannot be combined with another one."""
     for rule in (
         _pipeline,
         _precision,

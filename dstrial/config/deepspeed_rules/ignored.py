@@ -5,6 +5,7 @@ from __future__ import annotations
 from dstrial.config.deepspeed_rules.settings import ZERO, Settings
 
 _PREFETCH = "stage3_prefetch_bucket_size"
+# Keys of `zero_optimization` by the ZeRO stages that read them.
 _STAGE_3_ONLY = (
     "sub_group_size",
     _PREFETCH,

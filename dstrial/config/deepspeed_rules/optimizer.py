@@ -6,8 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.config.deepspeed_rules.settings import ZERO, Settings
-from dstrial.config.deepspeed_schema import DeepSpeedRules
+from dstrial.config.deepspeed_rules.settings import ZERO, DeepSpeedRules, Settings
 from dstrial.config.diagnostics import key_path, render
 from dstrial.config.keys import Dialect, Rule, Section, check_keys
 
@@ -20,6 +19,7 @@ def _check_betas(value: Any) -> str | None:
     return None
 
 
+# DeepSpeed's schedulers whose parameters have a rule in `_VALUES`.
 _OF_DEEPSPEED = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _RATE = Rule(("number",), minimum=0)
 _FLAG = Rule(("boolean",))
@@ -32,8 +32,12 @@ _VALUES: Mapping[str, Rule] = {
     "betas": Rule(("list",), check=_check_betas, fix="Write [0.9, 0.999], for example."),
     "warmup_type": Rule(("string",), enum=("log", "linear")),
 }
-"""Parameter name -> rule of its value. DeepSpeed and PyTorch check few parameters, and only on each rank."""
+"""Parameter of an optimizer or of DeepSpeed's schedulers -> rule of its value.
 
+DeepSpeed and PyTorch check few parameters, and only when each rank creates the optimizer.
+"""
+
+# Section -> legal values of its key `type`, for messages.
 _KNOWN = {
     "optimizer": "adam, adamw, adagrad, lamb, lion, muon, or the exact name of a torch.optim class",
     "scheduler": "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or the exact name of a "

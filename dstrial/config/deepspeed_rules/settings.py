@@ -1,16 +1,62 @@
-"""Input of the rules: given and effective DeepSpeed config, parallel dimensions."""
+"""Input of the DeepSpeed rules: the table of one release, and the config to check.
+
+``tools/generate_deepspeed_rules.py`` generates the table, ``deepspeed_table.json``, from an installed release. Configs for other
+releases are checked by the same table, with a warning.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.resources
+import json
 from collections.abc import Mapping
 from typing import Any
 
+from dstrial.config.batch import AUTO
 from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.dotted_keys import value_at
-from dstrial.config.keys import AUTO
+from dstrial.config.keys import Section
 from dstrial.config.parallel_dims import ParallelDims
 
 ZERO = "zero_optimization"
+TABLE = importlib.resources.files("dstrial.config").joinpath("deepspeed_table.json")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeepSpeedRules:
+    """The config keys, optimizers and schedulers that one DeepSpeed release accepts.
+
+    An optimizer or scheduler is a mapping with ``params``, its parameters (missing if any name is accepted), ``required``
+    parameters, and for an optimizer ``zero_tested``, whether DeepSpeed tests it with ZeRO.
+    """
+
+    version: str
+    root: Section  # top level of the config
+    optimizers: Mapping[str, Mapping[str, Any]]  # by name; DeepSpeed's own names in lower case
+    schedulers: Mapping[str, Mapping[str, Any]]  # by name
+
+
+@functools.cache
+def deepspeed_rules() -> DeepSpeedRules:
+    """Return the content of ``deepspeed_table.json``."""
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    return DeepSpeedRules(
+        version=table["deepspeed"],
+        root=Section.from_table(table["root"]),
+        optimizers=table["optimizers"],
+        schedulers=table["schedulers"],
+    )
+
+
+@functools.cache
+def installed_deepspeed_version() -> str | None:
+    """Return DeepSpeed's installed version without importing it; None if missing."""
+    try:
+        return importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 class Settings:

@@ -24,21 +24,21 @@ from dstrial.config.experiment_config.environment import (
 from dstrial.config.experiment_config.submission import NO_IMAGE, random_name
 from dstrial.config.keys import Dialect, Rule, Section, check_keys
 from dstrial.config.merge import merge_template
-from dstrial.config.schema import EXPERIMENT, section_of
+from dstrial.config.schema import EXPERIMENT, RESOURCE_KEYS
 
 CommandKind = Literal["COMMAND", "TENSORBOARD", "GENERIC"]
 
 NAMES: Mapping[str, str] = {"COMMAND": "Command", "TENSORBOARD": "TensorBoard", "GENERIC": "Generic Task"}
 """Kind -> display name."""
 
-DEFAULT_PRIORITY = 42
+DEFAULT_PRIORITY = 42  # Determined's default; a lower number is scheduled first
 
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)(h|ms|m|s)")
 _UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 
 
 def seconds_of(span: Any) -> float | None:
-    """Convert a duration such as ``1h30m``, or a number, to seconds; otherwise None."""
+    """Return the seconds of a duration such as ``1h30m`` or ``90``; None if invalid."""
     if isinstance(span, bool):
         return None
     if isinstance(span, (int, float)):
@@ -65,7 +65,7 @@ _FALSE = Rule(types=("boolean",), default=False)
 _COUNT = Rule(types=("integer",), minimum=0)
 _RESOURCES = Section(
     # `slots_per_trial` comes from templates that experiments share.
-    {**section_of("resources").keys, "slots": _COUNT, "slots_per_trial": _COUNT}
+    {**RESOURCE_KEYS, "slots": _COUNT, "slots_per_trial": _COUNT}
 )
 _COMMAND = Section(
     {
@@ -96,7 +96,7 @@ class CommandConfig:
     """The checked config of a command, TensorBoard or generic task."""
 
     config: dict[str, Any]  # complete with defaults, JSON values
-    words: tuple[str, ...]  # the command line; empty for a TensorBoard
+    words: tuple[str, ...]  # the command to run, split into words; empty for a TensorBoard
 
     @property
     def num_slots(self) -> int:
@@ -182,6 +182,9 @@ def _words(entrypoint: Any, findings: Diagnostics) -> tuple[str, ...]:
 
 
 def interpreter_of(config: Mapping[str, Any]) -> str | None:
-    """Return the path of the Python interpreter that a config sets for CPUs, or None."""
+    """Return the path of the Python interpreter that a config sets, or None.
+
+    The config sets it by the environment variable ``DET_PYTHON_EXECUTABLE`` for CPUs.
+    """
     variables = by_device(config["environment"]["environment_variables"]).get("cpu") or []
     return dict(variable.partition("=")[::2] for variable in variables).get(INTERPRETER_VARIABLE) or None

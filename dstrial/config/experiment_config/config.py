@@ -20,12 +20,11 @@ from dstrial.config.deepspeed_rules.check import CheckResult, check_deepspeed
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, other_configs, read_deepspeed
 from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.documents import Document, read_yaml
-from dstrial.config.dotted_keys import apply_overrides, check_dotted_names, dstrial_section
+from dstrial.config.dotted_keys import apply_overrides, check_dotted_names, count_in, dstrial_section
 from dstrial.config.experiment_config.dstrial_section import (
     HOOK_NAME,
     check_requirements,
     check_slots,
-    count_in,
     requirements_of,
 )
 from dstrial.config.experiment_config.entrypoint import TrialSource, check_entrypoint
@@ -48,57 +47,55 @@ from dstrial.config.schema import (
     EXPERIMENT,
     SEARCHER_COMMON,
     SEARCHERS,
-    Length,
 )
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.metadata import SavedRun
 from dstrial.resume.plan import check_resumption, with_kept_batch
 
 _MAX_ENTRYPOINT_CHARS = 2**16
-_MAX_OTHER_ENGINES = 20
+_MAX_OTHER_ENGINES = 20  # each costs a check of a DeepSpeed config
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExperimentConfig:
-    """A checked experiment config with its DeepSpeed configs, read-only."""
+    """A checked experiment config and its DeepSpeed configs; must not be changed."""
 
     path: Path
     context_dir: Path  # directory of the model definition; the config's paths are relative to it
     name: str
     entrypoint: str | list[str] | None
     hyperparameters: dict[str, Any]  # concrete values as the trial gets them, with nested mappings
-    raw: dict[str, Any]  # the config with defaults; missing `save_…` keys of `checkpoint_storage` are None
+    raw: dict[
+        str, Any
+    ]  # the whole config with defaults; missing `save_…` keys of `checkpoint_storage` are None
     metric: str  # validation metric that decides which checkpoint is best
     smaller_is_better: bool
-    max_length: Length | None
-    min_validation_period: Length | None  # None: validate only at the end
-    min_checkpoint_period: Length | None  # None: save only at the end and by `checkpoint_policy`
-    scheduling_unit: int  # batches between two training reports
-    perform_initial_validation: bool
-    checkpoint_policy: Literal["best", "all", "none"]
-    slots_per_trial: int  # 0 for one rank on the CPU
-    experiment_seed: int
+    slots_per_trial: int  # ranks of a trial, one per device; 0 for one rank on the CPU
     environment_variables: dict[str, str]  # for the kind of device of this machine
-    profiling_enabled: bool
-    preemption_timeout_s: int
+    preemption_timeout_s: int  # grace period of ranks to save and exit after a stop request
     max_restarts: int
     warnings: tuple[str, ...]  # whole sentences with `file:line`
     notes: tuple[str, ...]  # whole sentences: assumptions of the check, and parts that it could not check
-    # Hyperparameter with a DeepSpeed config -> the config and its check for `sizes`, the main one first.
+    # Name of a hyperparameter with a DeepSpeed config -> the config and its check for `sizes`; `deepspeed_config` is first.
     engines: dict[str, tuple[DeepSpeedSource, CheckResult]]
-    sizes: ParallelDims
+    sizes: ParallelDims  # for which the DeepSpeed configs are checked
 
     @property
     def deepspeed(self) -> DeepSpeedSource | None:
+        """The DeepSpeed config of the main engine; None if it is not given."""
         return self.engines[MAIN_KEY][0] if MAIN_KEY in self.engines else None
 
     @property
     def deepspeed_check(self) -> CheckResult | None:
+        """The check of the main engine's DeepSpeed config; None if it is not given."""
         return self.engines[MAIN_KEY][1] if MAIN_KEY in self.engines else None
 
-    def require_max_length(self) -> Length:
-        if self.max_length is not None:
-            return self.max_length
+    def require_max_length(self) -> None:
+        """Raise ConfigError if the searcher does not give the length of training."""
+        searcher = self.raw["searcher"]
+        has_time = searcher["max_time"] is not None and searcher["time_metric"] in ("batches", "epochs")
+        if searcher["max_length"] is not None or has_time:
+            return
         problem = ConfigProblem(
             f"{self.path}: searcher.max_length",
             "not given, and searcher.max_time with time_metric batches or epochs is not either",
@@ -205,44 +202,25 @@ def check_experiment(
     return ExperimentConfig(
         path=path,
         context_dir=context_dir,
+        name=raw["name"],
+        entrypoint=raw["entrypoint"],
         hyperparameters=hyperparameters,
         raw=raw,
+        metric=raw["searcher"]["metric"],
+        smaller_is_better=raw["searcher"]["smaller_is_better"],
         slots_per_trial=slots_per_trial,
         environment_variables=variables[_device_kind()],
+        preemption_timeout_s=raw["preemption_timeout"] or DEFAULT_PREEMPTION_TIMEOUT_S,
+        max_restarts=raw["max_restarts"],
         warnings=tuple(dict.fromkeys(findings.warnings)),
         notes=tuple(dict.fromkeys(findings.notes)),
         engines=checks,
         sizes=sizes,
-        **_fields_of(raw),
     )
-
-
-def _fields_of(raw: Mapping[str, Any]) -> dict[str, Any]:
-    same = (
-        "name",
-        "entrypoint",
-        "scheduling_unit",
-        "perform_initial_validation",
-        "checkpoint_policy",
-        "max_restarts",
-    )
-    return {
-        **{key: raw[key] for key in same},
-        "metric": raw["searcher"]["metric"],
-        "smaller_is_better": raw["searcher"]["smaller_is_better"],
-        "max_length": _max_length(raw["searcher"]),
-        **{
-            key: length if (length := Length.from_config(raw[key])).value else None
-            for key in ("min_validation_period", "min_checkpoint_period")
-        },
-        "experiment_seed": raw["reproducibility"]["experiment_seed"],
-        "profiling_enabled": raw["profiling"]["enabled"],
-        "preemption_timeout_s": raw["preemption_timeout"] or DEFAULT_PREEMPTION_TIMEOUT_S,
-    }
 
 
 def _mapping_of(document: Document, context_dir: Path, findings: Diagnostics) -> Mapping[str, Any]:
-    """Return the config as written; raise ConfigError if it is not a mapping."""
+    """Return the config as the user wrote it; raise ConfigError if it is no mapping."""
     if not context_dir.is_dir():
         fix = "Pass the directory that holds the model definition."
         findings.problems.append(ConfigProblem("CONTEXT_DIR", str(context_dir), "an existing directory", fix))
@@ -275,7 +253,10 @@ def _read_engines(
     context_dir: Path,
     findings: Diagnostics,
 ) -> dict[str, DeepSpeedSource]:
-    """Return hyperparameter -> DeepSpeed config, first the main ``deepspeed_config``."""
+    """Return the DeepSpeed config of each engine, the main engine first.
+
+    Keys are names of hyperparameters. Configs that cannot be read are left out; their problems are recorded.
+    """
     if MAIN_KEY not in hyperparameters:
         findings.notes.append(
             f"{path}: hyperparameters.deepspeed_config is not given, so the DeepSpeed config is checked only when "
@@ -386,7 +367,10 @@ def _check_entrypoint(
     findings: Diagnostics,
     is_required: bool,
 ) -> TrialSource:
-    """Check the entrypoint; with ``context_dir``, return facts from its source files."""
+    """Check the entrypoint; return facts from its source files.
+
+    If ``context_dir`` is None, no files are read.
+    """
     entrypoint, expected = raw["entrypoint"], "module:Class, or a command"
     if entrypoint is None:
         if is_required and given.get("entrypoint") is None:
@@ -428,23 +412,23 @@ def _sizes(
     given = {key: count_in(section, key) for key in SECTION_KEYS}
     if stages is None and given["pipeline_stages"] is None:  # with a pipeline they are not used
         given |= config_sizes(config)
-    told = {field: given.get(key) for key, field in DIM_KEYS.items()}
+    chosen = {field: given.get(key) for key, field in DIM_KEYS.items()}
     world_size = max(slots, 1)
     is_resumed = resumed is not None and resumed.keeps_batch
     if resumed is not None and is_resumed:
         saved = resumed.engines[0].replica_with({}, config)
-        for field, number in told.items():
+        for field, number in chosen.items():
             if number is None and (field != "pp" or saved.is_pipeline):
-                told[field] = getattr(saved, field)
-    if not any(told.values()) and world_size > 1:
-        told["pp"] = stages
+                chosen[field] = getattr(saved, field)
+    if not any(chosen.values()) and world_size > 1:
+        chosen["pp"] = stages
         if stages is not None:
             findings.notes.append(
                 f"data.dstrial.pipeline_stages is not given: assumed {stages}. Set it, because a "
                 "run solves the batch sizes by this key"
             )
-    sizes = {field: number or 1 for field, number in told.items()}
-    replica = ParallelDims.of_replica(**sizes, is_pipeline=told["pp"] is not None)
+    sizes = {field: number or 1 for field, number in chosen.items()}
+    replica = ParallelDims.of_replica(**sizes, is_pipeline=chosen["pp"] is not None)
     per_replica = replica.ranks_per_replica
     if world_size % per_replica == 0:
         return replica.on(world_size)
@@ -466,7 +450,10 @@ def _sizes(
 
 
 def _assumed_stages(hyperparameters: Mapping[str, Any], config: Mapping[str, Any], world_size: int) -> int:
-    """Return the stages that a hyperparameter names, or the fewest that fit the batch."""
+    """Return the number of pipeline stages to assume, as the config does not give it.
+
+    It is that of a hyperparameter such as ``num_stages``, or the lowest for which the batch equation has a solution.
+    """
     for name in ("pipeline_stages", "num_stages", "pipe_parallel_size"):
         if type(stages := hyperparameters.get(name)) is int and stages > 0:
             return stages
@@ -479,15 +466,6 @@ def _assumed_stages(hyperparameters: Mapping[str, Any], config: Mapping[str, Any
                 continue
             return stages
     return 1
-
-
-def _max_length(searcher: Mapping[str, Any]) -> Length | None:
-    max_length = searcher["max_length"]
-    if max_length is not None:
-        return Length.from_config(max_length)
-    if searcher["max_time"] is not None and searcher["time_metric"] in ("batches", "epochs"):
-        return Length(searcher["max_time"], searcher["time_metric"])
-    return None
 
 
 def _device_kind() -> Literal["cpu", "cuda", "rocm"]:

@@ -9,11 +9,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from dstrial.config.diagnostics import Diagnostics, render
-from dstrial.config.dotted_keys import dstrial_section
+from dstrial.config.dotted_keys import count_in, dstrial_section
 from dstrial.config.keys import Section, check_keys
 from dstrial.config.schema import DIALECT, DSTRIAL
 
-HOOK_NAME = "startup-hook.sh"
+HOOK_NAME = "startup-hook.sh"  # Determined's name for a script that runs before the trial
 
 _TRAINING_CHECKS = ("non_finite", "non_finite_patience", "stall_timeout", "stall_action")
 _DEFAULTS = {key: rule.default for key, rule in DSTRIAL.keys.items()}
@@ -23,14 +23,14 @@ _INSTALLING = re.compile(r"\b(?:install|develop|sync|easy_install)\b")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainingChecks:
-    """Settings of the checks for non-finite values and stalls."""
+    """What a run does about non-finite losses and about stalled ranks."""
 
-    # Action after consecutive reports without a finite loss or optimizer step; `fail` does not save the weights.
+    # Action after `non_finite_patience` consecutive reports without a finite loss or without an optimizer step;
+    # `fail` does not save the weights.
     non_finite: Literal["fail", "warn", "ignore"] = _DEFAULTS["non_finite"]
-    non_finite_patience: int = _DEFAULTS["non_finite_patience"]  # consecutive reports
-    stall_timeout: float = _DEFAULTS[
-        "stall_timeout"
-    ]  # seconds beyond the longest phase of the same kind so far
+    non_finite_patience: int = _DEFAULTS["non_finite_patience"]
+    # A batch, validation or checkpoint is stalled if it takes this many seconds more than the longest so far.
+    stall_timeout: float = _DEFAULTS["stall_timeout"]
     stall_action: Literal["report", "restart"] = _DEFAULTS["stall_action"]
 
     @classmethod
@@ -49,56 +49,46 @@ class Elasticity:
     """Numbers of slots with which an elastic trial may resume from a checkpoint."""
 
     wish: int  # `resources.slots_per_trial`, the initial number of slots
-    at_least: int | None  # `min_slots`; None for any valid number if the machine has fewer slots
+    at_least: int | None  # `min_slots`; None if it is not given
     at_most: int  # `max_slots`, by default `wish`
     period_s: float  # minimum time between two increases of the number of slots, in seconds
 
     @property
     def is_asked_for(self) -> bool:
+        """Whether the config allows other numbers of slots than ``slots_per_trial``."""
         return self.at_least is not None or self.at_most > self.wish
 
 
-def count_in(section: Any, key: str) -> int | None:
-    """Return the value at ``key`` if it is an integer of at least 1; otherwise None."""
-    value = section.get(key) if isinstance(section, Mapping) else None
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 1 else None
+def elasticity_of(section: Mapping[str, Any], slots_per_trial: int) -> Elasticity:
+    """Return the numbers of slots in ``data.dstrial``; invalid ones count as missing.
 
-
-def elasticity_of(section: Mapping[str, Any], wish: int) -> Elasticity:
-    """Read the elastic settings of ``data.dstrial``; invalid values count as missing.
-
-    ``section`` is ``data.dstrial``. ``wish`` is ``resources.slots_per_trial``, the default of ``max_slots``.
+    ``section`` is ``data.dstrial``. ``slots_per_trial`` is the default of ``max_slots``.
     """
     at_least, at_most = count_in(section, "min_slots"), count_in(section, "max_slots")
     given = section.get("resize_period")
     period_s = given if isinstance(given, (int, float)) and given else _DEFAULTS["resize_period"]
-    return Elasticity(wish, at_least, max(at_most or wish, wish), float(period_s))
+    at_most = max(at_most or slots_per_trial, slots_per_trial)
+    return Elasticity(slots_per_trial, at_least, at_most, float(period_s))
 
 
-def check_slots(section: Mapping[str, Any], wish: Any, findings: Diagnostics) -> None:
-    """Check that ``min_slots <= slots_per_trial <= max_slots``.
+def check_slots(section: Mapping[str, Any], slots_per_trial: Any, findings: Diagnostics) -> None:
+    """Record a problem unless ``min_slots <= slots_per_trial <= max_slots``.
 
-    ``section`` is ``data.dstrial``, ``wish`` is ``resources.slots_per_trial``.
+    ``section`` is ``data.dstrial``; ``slots_per_trial`` is not checked if it is no integer.
     """
-    if not isinstance(wish, int):
+    if not isinstance(slots_per_trial, int):
         return
     at_least, at_most = count_in(section, "min_slots"), count_in(section, "max_slots")
-    if at_least is not None and at_least > max(wish, 1):
-        expected = f"at most {max(wish, 1)}, the slots_per_trial"
+    if at_least is not None and at_least > max(slots_per_trial, 1):
+        expected = f"at most {max(slots_per_trial, 1)}, the slots_per_trial"
         findings.problem("data.dstrial.min_slots", str(at_least), expected, "Lower it.")
-    if at_most is not None and at_most < wish:
+    if at_most is not None and at_most < slots_per_trial:
         findings.problem(
             "data.dstrial.max_slots",
             str(at_most),
-            f"at least {wish}, the slots_per_trial",
+            f"at least {slots_per_trial}, the slots_per_trial",
             "Raise it, or lower resources.slots_per_trial to what the trial is to begin with.",
         )
-
-
-def shares(num_slots: int, train_batch_size: int, ranks_per_replica: int) -> bool:
-    """Return whether the slots form whole replicas whose number divides the batch."""
-    replicas, rest = divmod(num_slots, ranks_per_replica)
-    return rest == 0 and replicas > 0 and train_batch_size % replicas == 0
 
 
 def requirements_of(config: Mapping[str, Any]) -> str | None:
@@ -113,7 +103,7 @@ def may_install(text: str) -> bool:
 
 
 def check_requirements(raw: Mapping[str, Any], context_dir: Path, findings: Diagnostics) -> None:
-    """Check that the requirements file is in the model definition."""
+    """Record a problem if the requirements file is not in the model definition."""
     key, name = "data.dstrial.requirements", requirements_of(raw)
     if name is None:
         return

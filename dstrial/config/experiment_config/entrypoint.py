@@ -23,7 +23,7 @@ _TRIAL_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _TRAINER_MODULES = ("transformers", "trl")
 _TRAINER_ENDINGS = ("Trainer", "TrainingArguments", "HfArgumentParser")
 _MAX_SOURCE_BYTES = 2**17  # ast.parse holds the GIL and blocks the process
-_MAX_MODULES = 50
+_MAX_MODULES = 50  # imported by a script, whose source is read
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,16 +32,16 @@ class ScriptSource:
 
     path: Path
     arguments: CommandLine  # arguments that the entrypoint passes to the script
-    library: Library | None  # training library; None if the source does not show one
+    library: Library | None  # training library that the source imports or uses; None if neither
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialSource:
-    """Facts about an entrypoint's trial or script, read from its source code."""
+    """Facts about the trial class or script of an entrypoint, read from source code."""
 
-    trial: str | None  # `module:Class`
+    trial: str | None  # `module:Class`; None if the entrypoint starts a script or another command
     mentions_pipeline: bool = False  # whether the class, or a definition that it uses, names `PipelineModule`
-    script: ScriptSource | None = None  # None for a trial
+    script: ScriptSource | None = None  # None for a trial, and if no script is found
 
 
 def trial_spec(entrypoint: str | Sequence[str] | None) -> str | None:

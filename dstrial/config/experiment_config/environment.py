@@ -1,4 +1,4 @@
-"""Complete a config's environment variables and images for each kind of device.
+"""Check a config's environment variables and images for each kind of device.
 
 Source: Determined 0.38.1 schemas/expconf/v0 and schemas/test_cases/v0/defaults.yaml.
 """
@@ -14,14 +14,14 @@ INTERPRETER_VARIABLE = "DET_PYTHON_EXECUTABLE"
 # Variables of Determined that users may set for their trials.
 _FREE_DET_VARIABLES = (INTERPRETER_VARIABLE, "DET_DEBUG", "DET_RETRY_CONFIG", "DET_SKIP_PIP_INSTALL")
 DEVICES = ("cpu", "cuda", "rocm")
-_GPU_ALIAS = "gpu"
+_GPU_ALIAS = "gpu"  # Determined's old name of "cuda"
 _KINDS = (*DEVICES, _GPU_ALIAS)
 
 
 def by_device(given: Any) -> dict[str, Any]:
-    """Return device kind -> value, from such a mapping or one value for all kinds.
+    """Return device kind -> value.
 
-    Null values are left out; ``gpu`` becomes ``cuda``.
+    ``given`` is such a mapping, or one value for all kinds. Null values are left out; the key ``gpu`` becomes ``cuda``.
     """
     if not isinstance(given, Mapping):
         return dict.fromkeys(DEVICES, given)
@@ -70,9 +70,10 @@ def images(given: Any, default: str) -> dict[str, Any]:
 
 
 def check_environment(raw: dict[str, Any], findings: Diagnostics) -> dict[str, dict[str, str]]:
-    """Return device kind ("cpu", "cuda", "rocm") -> variable name -> value.
+    """Return the environment variables of each device kind, as name -> value.
 
-    In ``raw``, the variables are checked and replaced by one list per device kind.
+    ``raw`` is the config with defaults; its variables are replaced by one list per device kind (``cpu``, ``cuda``, ``rocm``).
+    Invalid variables and kinds are recorded as problems.
     """
     for key in ("image", "environment_variables"):
         values = raw["environment"][key]

@@ -48,14 +48,15 @@ _KINDS: dict[str, Section] = {
 }
 """Type of a hyperparameter -> the other fields of its specification."""
 
-
 _ROOT: KeyPath = ("hyperparameters",)
 
 
 def concrete_values(
     hyperparameters: Mapping[str, Any], findings: Diagnostics, *, require_concrete: bool, needs_counts: bool
 ) -> dict[str, Any]:
-    """Return one value for each valid hyperparameter, as for one trial.
+    """Return hyperparameters with one value in place of each search space.
+
+    Constants ``{type: const, val: …}`` become their values. Invalid hyperparameters are left out and recorded as problems.
 
     With ``require_concrete`` every search space is an error. Otherwise the middle of a numeric range, or the first value of a
     categorical list, is used, with a warning. With ``needs_counts`` a numeric range without a ``count`` is an error, as for the
@@ -98,7 +99,10 @@ _ABSENT = object()
 def _converted(
     group: Mapping[str, Any], path: KeyPath, convert: Callable[[Any, KeyPath], Any]
 ) -> dict[str, Any]:
-    """Return a group of hyperparameters with ``convert`` applied to each of them."""
+    """Return a group of hyperparameters with ``convert(value, path)`` applied to each.
+
+    Nested groups are converted too. Hyperparameters for which ``convert`` returns ``_ABSENT`` are left out.
+    """
     values: dict[str, Any] = {}
     for name, spec in group.items():
         inner = (*path, str(name))

@@ -58,7 +58,10 @@ class LoggerSpec:
 
 
 def is_installed(name: str) -> bool:
-    """Return whether a logger's package is installed, without importing it."""
+    """Return whether the Python package of logger ``name`` is installed.
+
+    The package is not imported.
+    """
     spec = importlib.util.find_spec(name)
     # A directory of the same name, as W&B creates in the working directory, has no origin.
     return spec is not None and spec.origin is not None

@@ -13,9 +13,11 @@ from dstrial.config.documents import check_value
 from dstrial.config.keys import Dialect, Section, check_keys
 from dstrial.config.schema import EXPERIMENT, STORAGE_REQUIRES
 
+# Number of checkpoints to keep of each kind, if neither config nor master gives one.
 _SAVE_DEFAULTS = {"save_experiment_best": 0, "save_trial_best": 1, "save_trial_latest": 1}
 # Storage type -> module of the client library. With dashes for dots it is the package, which Determined 0.38.1 requires.
 _CLIENTS = {"s3": "boto3", "gcs": "google.cloud.storage", "azure": "azure.storage.blob"}
+# Storage type -> its fields in a complete config, besides the type and the numbers of checkpoints to keep.
 _FIELDS = {
     "shared_fs": (
         "host_path",
@@ -33,6 +35,10 @@ _FIELDS = {
 
 
 def check_storage(raw: Mapping[str, Any], given: object, findings: Diagnostics) -> None:
+    """Record a problem for each missing or unsafe field of ``checkpoint_storage``.
+
+    ``raw`` is the config with defaults; ``given`` is the section as the user wrote it.
+    """
     storage = raw["checkpoint_storage"]
     kind = storage["type"]
     if not isinstance(given, Mapping) or kind is None:
@@ -73,7 +79,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _check_kept_within(storage: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Record a problem if a path or prefix of a storage leads out of its directory.
+    """Record a problem if a field of a storage points outside of the storage.
 
     Source: Determined 0.38.1 common/storage/shared.py ``_full_storage_path`` (which compares strings, so that ``/data-2``
     counts as a directory below ``/data``) and common/storage/__init__.py ``normalize_prefix``.
@@ -92,7 +98,7 @@ def _check_kept_within(storage: Mapping[str, Any], findings: Diagnostics) -> Non
 
 
 def complete_storage(storage: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checked storage with all fields of its type, filled with defaults."""
+    """Return a checked storage section with all fields of its type and defaults."""
     kind = storage["type"]
     kept = {field: storage.get(field) for field in _FIELDS[kind]}
     saved = {
@@ -105,9 +111,9 @@ def complete_storage(storage: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_storage(given: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """Check a storage outside an experiment config; return its non-null fields.
+    """Return the non-null fields of a storage section that is not part of a config.
 
-    ``label`` names the storage in messages.
+    ``label`` names the section in messages. ConfigError lists all problems.
     """
     check_value(given, label)
     findings = Diagnostics({}, label)
@@ -124,7 +130,7 @@ def checked_storage(given: Mapping[str, Any], label: str) -> dict[str, Any]:
 
 
 def merged_storage(storage: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``storage`` with missing fields filled in from ``below``.
+    """Return a storage section with missing fields filled in from section ``below``.
 
     If the types of the two storages differ, only ``save_…`` fields are filled in.
     """

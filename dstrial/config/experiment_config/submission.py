@@ -1,4 +1,4 @@
-"""Check and complete an experiment config that a client submits to a master."""
+"""Check and complete submitted experiment configs; find the origin of each value."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.config.diagnostics import Diagnostics, render
+from dstrial.config.diagnostics import Diagnostics, KeyPath, dotted, locate, render
 from dstrial.config.documents import (
     Document,
     check_value,
     read_yaml_text,
     yaml_text,
 )
-from dstrial.config.dotted_keys import dstrial_section
+from dstrial.config.dotted_keys import dstrial_section, leaves
 from dstrial.config.experiment_config.config import check_experiment, check_searcher
 from dstrial.config.experiment_config.environment import (
     INTERPRETER_VARIABLE,
@@ -38,16 +38,18 @@ from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.metadata import SavedRun
 from dstrial.resume.plan import resumable_slots
 
-LABEL = "experiment config"
+LABEL = "experiment config"  # name of a submitted config in messages
 
+# Determined's default log policies.
 _LOG_POLICIES = (
     {"name": "CUDA OOM", "pattern": ".*CUDA out of memory.*"},
     {"name": "ECC Error", "pattern": ".*uncorrectable ECC error encountered.*"},
 )
+# Image in place of a container image, in every complete config.
 NO_IMAGE = "none: the embedded master runs trials without containers"
-_MAX_AT_ONCE = 10_000
+_MAX_AT_ONCE = 10_000  # trials that a searcher may create in one step
 _MAX_GRID_POINTS = 10**9
-_CAPPED_POINTS = 10**18
+_CAPPED_POINTS = 10**18  # above this number, grid points are not counted exactly
 _ADJECTIVES = ("agile", "bold", "calm", "clever", "eager", "keen", "lucid", "quick", "vivid")
 _NOUNS = ("badger", "comet", "falcon", "harbor", "maple", "orchid", "otter", "river", "tulip")
 
@@ -69,10 +71,10 @@ class Submission:
 
     config: dict[str, Any]  # JSON values, with all defaults
     original: str  # YAML as written
-    warnings: tuple[str, ...]
+    warnings: tuple[str, ...]  # whole sentences
     interpreter: str | None  # Python interpreter that the config sets; None for the master's interpreter
     exceeds_slots: bool  # whether a trial needs more slots than exist, so that it stays queued
-    template: Mapping[str, Any] | None = None
+    template: Mapping[str, Any] | None = None  # partial config that filled in missing keys; None without one
 
 
 def check_submission(
@@ -87,7 +89,7 @@ def check_submission(
     document: Document | None = None,
     has_files: bool = True,
 ) -> Submission:
-    """Check a submitted config and its model definition; fill in all defaults.
+    """Return a submitted config, checked and with all defaults filled in.
 
     Args:
         config_text: the experiment config as YAML.
@@ -99,6 +101,9 @@ def check_submission(
         is_detached: whether trials run outside the master. They need no entrypoint, and the searcher is unused.
         document: ``config_text`` if already parsed; modified in place.
         has_files: whether to check that the entrypoint's module or script exists; False if no model definition was submitted.
+
+    Raises:
+        ConfigError: the config is invalid; the error lists all problems.
     """
     document = document or read_yaml_text(config_text, LABEL)
     exceeds: list[bool] = []
@@ -190,10 +195,11 @@ def _completed(raw: dict[str, Any], given: Mapping[str, Any], searcher: Mapping[
 
 
 def _strip_searcher(config: Any) -> dict[str, Any]:
-    """Reduce a detached run's searcher, in place, to its metric.
+    """Replace the searcher of ``config`` by one trial with the same metric, in place.
 
-    Returns the original searcher; empty if the config has no valid searcher. Source: Determined 0.38.1, ``core_v2.Config``, whose
-    searcher has a metric and tells whether there are several trials.
+    For trials that run outside the master. Returns the original searcher; empty if the config has no valid searcher.
+
+    Source: Determined 0.38.1, ``core_v2.Config``, whose searcher has a metric and tells whether there are several trials.
     """
     searcher = config.get("searcher") if isinstance(config, dict) else None
     if not isinstance(searcher, dict) or not isinstance(searcher.get("name"), str):
@@ -216,7 +222,10 @@ def _fits(resumed: SavedRun, raw: Mapping[str, Any], num_slots: int) -> bool:
 
 
 def search_section(given: Any) -> dict[str, Any]:
-    """Check a config; return its ``hyperparameters`` and ``searcher`` for a preview."""
+    """Return the checked ``hyperparameters`` and ``searcher`` of a config.
+
+    For a preview of the search: other sections are not required. ConfigError lists all problems.
+    """
     check_value(given, LABEL)
     findings = Diagnostics({}, LABEL)
     if not isinstance(given, dict):
@@ -331,3 +340,48 @@ def continued_config(active: Mapping[str, Any], changes: Mapping[str, Any]) -> s
 def _searcher_name(config: Mapping[str, Any]) -> Any:
     searcher = config.get("searcher")
     return searcher.get("name") if isinstance(searcher, Mapping) else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConfigValue:
+    """One value of an experiment's effective config, and where the value comes from."""
+
+    key: str  # dotted
+    value: Any  # JSON value; an empty mapping or a list counts as one value
+    origin: str  # `experiment config:LINE`, "template" or "default"
+
+
+def config_values(
+    effective: Mapping[str, Any], submitted: Document, template: Mapping[str, Any] | None
+) -> list[ConfigValue]:
+    """Return every value of a completed config with its origin, in the config's order.
+
+    Args:
+        effective: the completed config, with changes since the submission.
+        submitted: the config as the client wrote it.
+        template: the template that was merged into the submission; None without one.
+    """
+    return [
+        ConfigValue(dotted(path), value, _origin(path, submitted, template))
+        for path, value in leaves(effective)
+    ]
+
+
+def _origin(path: KeyPath, submitted: Document, template: Mapping[str, Any] | None) -> str:
+    if _is_given(submitted.value, path):
+        return locate(submitted.lines, path, submitted.label)
+    return "template" if template is not None and _is_given(template, path) else "default"
+
+
+def _is_given(config: Any, path: KeyPath) -> bool:
+    """Return whether a config gives the value at ``path``.
+
+    It may give the value in a short form, such as ``max_length: 100`` for ``max_length.batches``.
+    """
+    for part in path:
+        if not isinstance(config, Mapping):
+            return True  # such as max_length: 100
+        if config.get(part) is None:
+            return False
+        config = config[part]
+    return True

@@ -27,6 +27,7 @@ _SECTION = "deepspeed_config"
 _DEFAULT_STAGE = 2  # default ZeRO stage of DeepSpeedPlugin, accelerate 1.15
 _TOTAL, _MICRO, _STEPS = BATCH_KEYS
 
+# Key of the Accelerate config -> environment variable that Accelerate reads instead.
 _VARIABLES: Mapping[str, str] = {
     "debug": "ACCELERATE_DEBUG_MODE",
     "enable_cpu_affinity": "ACCELERATE_CPU_AFFINITY",
@@ -45,7 +46,7 @@ _ACTIONS: Mapping[str, str] = {
     f"{_SECTION}.deepspeed_moe_layer_cls_names": _VARIABLE.format("DEEPSPEED_MOE_LAYER_CLS_NAMES"),
     "parallelism_config": "set tensor_parallel or sequence parallelism in DeepSpeed's own JSON",
 }
-"""Key of the Accelerate config that is not converted -> what the user must do instead."""
+"""Key of the Accelerate config that cannot be converted -> what the user must do instead."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,12 +54,14 @@ class Choices:
     """Settings of an experiment that an Accelerate config lacks; the user gives them."""
 
     entrypoint: str | None  # the training script with its arguments; None if unknown
-    micro_batch_size: int | None  # None: that of the script's data loader
-    name: str
+    micro_batch_size: int | None  # None to use the micro batch size of the script's data loader
+    name: str  # of the experiment
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Conversion:
+    """The parts of an experiment that :func:`convert` makes of an Accelerate config."""
+
     choices: Choices
     slots: int  # ranks of the job
     deepspeed: Mapping[str, Any]  # the DeepSpeed JSON
@@ -68,6 +71,7 @@ class Conversion:
 
 
 def is_deepspeed(config: Mapping[str, Any]) -> bool:
+    """Return whether an Accelerate config trains with DeepSpeed."""
     return bool(config.get("distributed_type", "DEEPSPEED") == "DEEPSPEED")
 
 
@@ -127,8 +131,11 @@ def _problems(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str, str]]:
         yield f"{_SECTION}.zero_stage", stage, "an integer of at least 0", "Correct it."
 
 
-def _asks(value: Any) -> bool:
-    """Return whether a value has an effect, unlike "no", "none" and ""."""
+def _has_effect(value: Any) -> bool:
+    """Return whether a value of the Accelerate config has an effect.
+
+    False, null, "no", "none", "all" and empty values have none.
+    """
     return value is not False and value not in (None, "", {}, [], "no", "none", "NO", "all")
 
 
@@ -149,7 +156,7 @@ def _deepspeed_json(config: Mapping[str, Any], micro: int | None) -> dict[str, A
     zero: dict[str, Any] = {"stage": stage}
     for name, minimum in (("offload_optimizer", 1), ("offload_param", 3)):
         device = section.get(f"{name}_device")
-        if _asks(device) and stage >= minimum:
+        if _has_effect(device) and stage >= minimum:
             zero[name] = {"device": "cpu" if device == "nvme" and stage < 3 else device}
             path = section.get(f"{name}_nvme_path")
             if zero[name]["device"] == "nvme" and path:
@@ -174,7 +181,7 @@ def _variables(config: Mapping[str, Any], *, has_file: bool) -> dict[str, str]:
         value = value_at(config, key)
         is_unused = key.startswith(_SECTION) and not is_deepspeed(config)
         is_switched_off = value is False and ("." in key)
-        if not is_unused and (_asks(value) or is_switched_off):
+        if not is_unused and (_has_effect(value) or is_switched_off):
             found[variable] = str(value).lower() if isinstance(value, bool) else str(value)
     if _precision_of(config) == "fp8" and not has_file:
         found["ACCELERATE_MIXED_PRECISION"] = "fp8"
@@ -187,12 +194,12 @@ def _left(config: Mapping[str, Any], deepspeed: Mapping[str, Any]) -> Iterator[s
         config = {**config, _SECTION: {}}
     for key, action in _ACTIONS.items():
         value = value_at(config, key)
-        if _asks(value) and (key, value) != ("num_machines", 1):
+        if _has_effect(value) and (key, value) != ("num_machines", 1):
             yield f"{key} {render(value)}: {action}"
     zero = deepspeed.get("zero_optimization") or {}
     for name in ("offload_optimizer", "offload_param"):
         device = value_at(config, f"{_SECTION}.{name}_device")
-        if _asks(device) and (zero.get(name) or {}).get("device") != device:
+        if _has_effect(device) and (zero.get(name) or {}).get("device") != device:
             yield f"{_SECTION}.{name}_device {device}: DeepSpeed has no such offload in ZeRO stage {zero.get('stage', 0)}"
 
 

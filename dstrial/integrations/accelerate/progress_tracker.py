@@ -23,7 +23,7 @@ from dstrial.loop.boundaries import (
 )
 from dstrial.loop.sync_point import StopReason
 
-_TEST_BATCHES = 2
+_TEST_BATCHES = 2  # length of a test run (`dstrial run --test`)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,19 +99,19 @@ class RunSchedule:
 
 
 class ProgressTracker:
-    """Counts batches and determines which actions are due. Equal on all ranks."""
+    """Counts batches; tells which actions are due after a batch. Equal on all ranks."""
 
     def __init__(self) -> None:
         self.progress = Progress(epoch_length=None)
         self.batches_total: int | None = None
         self.stopped: StopReason | None = None
-        self._plan: RunSchedule | None = None
+        self._schedule: RunSchedule | None = None
         self._epoch_length: int | None = None
         self._due: set[Boundary] = set()
 
-    def begin(self, plan: RunSchedule, epoch_length: int | None) -> None:
-        """Set the schedule and the checkpoint's batches per epoch (None if unknown)."""
-        self._plan = plan
+    def begin(self, schedule: RunSchedule, epoch_length: int | None) -> None:
+        """Set the run's schedule, and its batches per epoch (None if unknown)."""
+        self._schedule = schedule
         self._epoch_length = epoch_length
         self._count_total()
 
@@ -142,6 +142,7 @@ class ProgressTracker:
 
     @property
     def is_at_end(self) -> bool:
+        """Whether training has reached its length."""
         return Boundary.END in self._due
 
     @property
@@ -151,11 +152,13 @@ class ProgressTracker:
 
     @property
     def needs_validation(self) -> bool:
+        """Whether a validation is due and has not been reported yet."""
         wanted = {Boundary.VALIDATE} if self.stopped is not None else {Boundary.VALIDATE, Boundary.END}
         return bool(self._due & wanted) and not self.progress.validation_is_current
 
     @property
     def needs_checkpoint(self) -> bool:
+        """Whether a checkpoint is due and has not been saved yet."""
         is_due = Boundary.CHECKPOINT in self._due or self.is_over
         return is_due and not self.progress.checkpoint_is_current
 
@@ -174,15 +177,16 @@ class ProgressTracker:
         return bool(self._due - {Boundary.REPORT})
 
     def advance(self) -> int:
-        assert self._plan is not None, "begin() comes first"
+        """Count a trained batch; return the number of batches trained so far."""
+        assert self._schedule is not None, "begin() comes first"
         self.progress.batches_trained += 1
         total = math.inf if self.batches_total is None else self.batches_total
-        self._due = due(self._plan.periods, self.batches_trained, total, self._epoch_length)  # type: ignore[arg-type] # inf: no end
+        self._due = due(self._schedule.periods, self.batches_trained, total, self._epoch_length)  # type: ignore[arg-type] # inf: no end
         return self.batches_trained
 
     def _count_total(self) -> None:
-        assert self._plan is not None, "begin() comes first"
-        length = self._plan.require_length()
+        assert self._schedule is not None, "begin() comes first"
+        length = self._schedule.require_length()
         is_known = isinstance(length, pytorch.Batch) or self._epoch_length is not None
         self.batches_total = total_batches(length, self._epoch_length) if is_known else None
         if self.batches_total is not None and self.batches_trained >= self.batches_total:

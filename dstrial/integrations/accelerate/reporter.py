@@ -13,8 +13,7 @@ from determined import pytorch
 
 from dstrial.errors import TrialContractError
 from dstrial.integrations import require
-from dstrial.integrations.accelerate.accelerator_checkpoint import require_deepspeed_on_all_ranks
-from dstrial.integrations.accelerate.loaders import micro_batch_of
+from dstrial.integrations.accelerate.accelerator import micro_batch_of, require_deepspeed_on_all_ranks
 from dstrial.integrations.accelerate.progress_tracker import ProgressTracker
 from dstrial.integrations.accelerate.trial_run import TrialRun
 from dstrial.local.run_directory import RunState
@@ -106,7 +105,7 @@ class Reporter:
     ) -> None:
         """Save a last checkpoint; report that training is complete or stopped.
 
-        Ranks: all, collectively.
+        After an exception, only close the run. Ranks: all, collectively.
         """
         is_leaving = isinstance(error, SystemExit) and not error.code
         if error is not None and not is_leaving:
@@ -155,12 +154,15 @@ class Reporter:
 
     @property
     def batches_total(self) -> int | None:
-        """Total batches of the run; None before ``batches()`` if the length is in epochs."""
+        """Total batches of the run; None if the length is in epochs of unknown length.
+
+        The length of an epoch is known from ``batches()`` or a resumed checkpoint on.
+        """
         return self._tracker.batches_total
 
     @property
     def epoch_idx(self) -> int:
-        """Index of the next batch's epoch, from 0; 0 before ``batches()``."""
+        """Index of the next batch's epoch, from 0; 0 before ``batches()`` in a new run."""
         return self._tracker.epoch_idx
 
     @property

@@ -1,4 +1,4 @@
-"""Resume, report, save and stop a run for ``Reporter``, from ``resume()`` on."""
+"""Implement ``Reporter`` after ``resume()``: resume, report, save and stop a run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from dstrial.config.deepspeed_source import MAIN_KEY
 from dstrial.config.dotted_keys import dstrial_section, wants_system_metrics
 from dstrial.config.merge import overwrite_deepspeed_config
 from dstrial.errors import ConfigError, TrialContractError
-from dstrial.integrations.accelerate.accelerator_checkpoint import AcceleratorCheckpoint, prepared_engines
-from dstrial.integrations.accelerate.loaders import (
+from dstrial.integrations.accelerate.accelerator import (
+    AcceleratorCheckpoint,
     epoch_length_of,
+    prepared_engines,
     require_micro_batch,
     warn_of_unrepeatable_order,
 )
@@ -45,7 +46,7 @@ logger = logging.getLogger("dstrial.integrations.accelerate")
 
 
 class TrialRun:
-    """Implements the resume, reports, checkpoints and stops of a ``Reporter``.
+    """Resumes, reports, saves and stops the run of a ``Reporter``.
 
     Ranks: all, collectively, in every method.
     """
@@ -69,7 +70,7 @@ class TrialRun:
         self._records_per_batch = runtime.train_batch_size
         accelerator.gradient_accumulation_steps = self._steps
         self._is_test = os.environ.get(TEST_VARIABLE) == "1"
-        self._plan = RunSchedule.from_config(
+        self._schedule = RunSchedule.from_config(
             runtime.exp_conf or {},
             global_batch_size=self._records_per_batch,
             length=length,
@@ -94,7 +95,7 @@ class TrialRun:
             trial_id,
         )
         self._loader = CheckpointLoader(state)
-        self._saver = CheckpointSaver(state, in_background=self._plan.saves_in_background)
+        self._saver = CheckpointSaver(state, in_background=self._schedule.saves_in_background)
         has_telemetry = dstrial_section(runtime.exp_conf).get("telemetry") is not False
         self._instruments = (
             Instruments(context.models, runtime.adapter.data_parallel_rank)
@@ -116,7 +117,7 @@ class TrialRun:
         checkpoint = asked_checkpoint(self._info, None, is_mirrored=self._runtime.is_mirrored)
         if checkpoint == "latest" and self._info is None:
             checkpoint = self._runtime.newest_checkpoint()
-        self._tracker.begin(self._plan, None if checkpoint is None else self._load(checkpoint))
+        self._tracker.begin(self._schedule, None if checkpoint is None else self._load(checkpoint))
         batches = self._tracker.batches_trained
         if self._runtime.kept_reports is not None:
             self._runtime.kept_reports.rewind_to(batches)
@@ -137,7 +138,10 @@ class TrialRun:
         self._set_status("training")
 
     def _load(self, checkpoint: str) -> int | None:
-        """Restore a checkpoint; return its batches per epoch, None if unknown."""
+        """Restore a checkpoint; return its batches per epoch.
+
+        Returns None if the number is unknown, or if only the weights of another trial's checkpoint are loaded.
+        """
         context = self._context
         loop_state, continues = self._loader.restore(checkpoint, None)
         self._accelerator.step = 0
@@ -257,7 +261,10 @@ class TrialRun:
                 )
 
     def _between_batches(self) -> bool:
-        """Save if due; return whether training is over. Ranks: all, collectively."""
+        """Save a checkpoint if due; return whether training is over.
+
+        Does so once per batch, before the next batch's first micro batch. Ranks: all, collectively.
+        """
         if not self._has_batch_to_finish:
             return False
         self._has_batch_to_finish = False
@@ -278,13 +285,13 @@ class TrialRun:
 
     def report_validation(self, metrics: Mapping[str, Any]) -> None:
         averages = self._mean_over_ranks(metrics, "report_validation")
-        plan, progress = self._plan, self._tracker.progress
+        schedule, progress = self._schedule, self._tracker.progress
         saves = self._reports.report_validation(
             averages,
             epochs=self._tracker.epoch_idx,
-            policy=plan.checkpoint_policy,
-            searcher_metric=plan.metric,
-            smaller_is_better=plan.smaller_is_better,
+            policy=schedule.checkpoint_policy,
+            searcher_metric=schedule.metric,
+            smaller_is_better=schedule.smaller_is_better,
         )
         if saves and not progress.checkpoint_is_current:
             self.save()
@@ -322,9 +329,9 @@ class TrialRun:
 
 
 class LoopWatch:
-    """Switches a rank's telemetry on while the script trains and off during pauses.
+    """Measures a rank's batches while the script trains, but not its pauses.
 
-    FLOPs and the wait for data are measured only in loops over ``Reporter.batches``. If ``instruments`` is None, nothing happens.
+    FLOPs and the wait for data are measured only in loops over ``Reporter.batches``. Without ``instruments`` nothing is measured.
     """
 
     def __init__(self, instruments: Instruments | None) -> None:
@@ -385,7 +392,7 @@ class LoopWatch:
             self._instruments.switch(is_training)
 
     def close(self) -> None:
-        """Stop counting FLOPs if the first batch never ended; idempotent."""
+        """Stop counting FLOPs, also if the first batch never ended. Idempotent."""
         self._counting.close()
 
 

@@ -40,7 +40,7 @@ from dstrial.config.auto_values import (
 )
 from dstrial.config.batch import AUTO, BATCH_KEYS, BatchSolution
 from dstrial.config.command_line import CommandLine
-from dstrial.config.deepspeed_schema import deepspeed_rules
+from dstrial.config.deepspeed_rules.settings import deepspeed_rules
 from dstrial.config.deepspeed_source import OVERWRITE_KEY, DeepSpeedSource
 from dstrial.config.diagnostics import Diagnostics, key_path, render
 from dstrial.config.dotted_keys import value_at
@@ -56,7 +56,9 @@ _TOTAL, _MICRO, _STEPS = BATCH_KEYS
 
 
 class ArgumentDraft:
-    """A command line and a DeepSpeed config while ``reconcile`` changes both.
+    """A command line and a DeepSpeed config, in which ``reconcile`` changes values.
+
+    ``given`` is the unchanged command line, ``source`` the unchanged config.
 
     ``contradictions`` are sentences about arguments and keys to which the user gave different values.
     """
@@ -84,10 +86,6 @@ class ArgumentDraft:
             return float(self.given.value(name) or "")
         except ValueError:
             return None
-
-    def is_overwritten(self, key: str) -> bool:
-        path = key_path(key)
-        return any(path[:length] in self.source.overwritten for length in range(1, len(path) + 1))
 
     def set_key(self, key: str, value: Any) -> None:
         for part in reversed(key_path(key)):
@@ -244,7 +242,7 @@ def _settle_number(draft: ArgumentDraft, pair: NumberPair) -> None:
     if not numbers:
         draft.let_argument_win(pair.keys, (pair.argument, *pair.also_removed))
         return
-    winner = next((key for key in numbers if draft.is_overwritten(key)), next(iter(numbers)))
+    winner = next((key for key in numbers if draft.source.is_overwritten(key_path(key))), next(iter(numbers)))
     value = numbers[winner]
     for key, other in numbers.items():
         if other != value:
@@ -279,17 +277,19 @@ def _settle_length(draft: ArgumentDraft) -> None:
 
 def _settle_precision(draft: ArgumentDraft) -> None:
     keys = {precision: f"{precision}.enabled" for precision in ("fp16", "bf16")}
-    said = {precision: value_at(draft.config, key) for precision, key in keys.items()}
+    configured = {precision: value_at(draft.config, key) for precision, key in keys.items()}
     for precision, other in (("fp16", "bf16"), ("bf16", "fp16")):
-        asked = [name for name in (precision, f"{precision}_full_eval") if draft.given.truth(name)]
-        if said[precision] is True and not asked:
+        flags = [name for name in (precision, f"{precision}_full_eval") if draft.given.truth(name)]
+        if configured[precision] is True and not flags:
             draft.set_argument(precision, "True", keys[precision])
-        elif said[precision] is False or (said[precision] is not True and said[other] is True):
-            winner = keys[precision] if said[precision] is False else keys[other]
-            for name in asked:
+        elif configured[precision] is False or (
+            configured[precision] is not True and configured[other] is True
+        ):
+            winner = keys[precision] if configured[precision] is False else keys[other]
+            for name in flags:
                 draft.set_argument(name, "False", winner)
-        elif said[precision] is not True:
-            draft.let_argument_win((keys[precision],), asked)
+        elif configured[precision] is not True:
+            draft.let_argument_win((keys[precision],), flags)
 
 
 def _is_read(draft: ArgumentDraft, key: str) -> bool:

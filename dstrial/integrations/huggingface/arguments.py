@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import TrainerState, TrainingArguments
 
 
+# Unit of training length -> argument of the Trainer.
 _FLAGS = {"batches": "max_steps", "epochs": "num_train_epochs"}
 
 
@@ -26,7 +27,7 @@ def sizes_of(args: TrainingArguments) -> tuple[int, int]:
 
 
 def length_of(args: TrainingArguments) -> tuple[str, float]:
-    """Return (unit, length) of training: ``max_steps`` batches, or epochs if 0."""
+    """Return (unit, length) of training: ``max_steps`` in batches, else epochs."""
     steps = int(args.max_steps)
     return ("batches", steps) if steps > 0 else ("epochs", float(args.num_train_epochs))
 
@@ -34,10 +35,10 @@ def length_of(args: TrainingArguments) -> tuple[str, float]:
 def length_problems(
     searcher: Mapping[str, Any], length: tuple[str, float], train_batch_size: int
 ) -> list[ConfigProblem]:
-    """Return contradictions between the searcher's length and that of the Trainer.
+    """Return a problem for each length in the searcher unlike that of the Trainer.
 
-    ``length`` is the result of ``length_of``; ``train_batch_size`` (over all ranks) converts records. A ``max_time`` in another
-    unit than batches or epochs is ignored.
+    ``searcher`` is a section of the experiment config, ``length`` the result of ``length_of``. ``train_batch_size`` (over all
+    ranks) converts records. A ``max_time`` in another unit than batches or epochs is ignored.
     """
     wanted: dict[str, tuple[str, float]] = {}
     if (max_length := searcher.get("max_length")) is not None:
@@ -61,11 +62,12 @@ def length_problems(
 
 
 def saves_best(args: TrainingArguments) -> bool:
-    """Return whether ``save_strategy`` is ``best``: only improving evaluations save."""
+    """Return whether the Trainer saves only after an evaluation with a better metric."""
     return _word(args.save_strategy) == "best"
 
 
 def evaluates(args: TrainingArguments) -> bool:
+    """Return whether the Trainer evaluates during training."""
     return _word(args.eval_strategy) != "no"
 
 
@@ -75,11 +77,15 @@ def evaluates_at_epochs(args: TrainingArguments) -> bool:
 
 
 def is_deepspeed(args: TrainingArguments) -> bool:
+    """Return whether the Trainer has a DeepSpeed config."""
     return bool(args.deepspeed) or getattr(args, "deepspeed_plugin", None) is not None
 
 
 def given_of(args: TrainingArguments) -> dict[str, Any]:
-    """Return batch sizes, optimizer type and scheduler type, for checkpoint metadata."""
+    """Return the settings that checkpoints record, to find later changes by the user.
+
+    These are micro batch size, accumulation steps, and the types of optimizer and scheduler in the DeepSpeed config.
+    """
     plugin = getattr(args, "deepspeed_plugin", None)
     config: Mapping[str, Any] = plugin.deepspeed_config if plugin is not None else {}
     kinds = {key: kind for key, kind in given_settings(config).items() if key in ("optimizer", "scheduler")}
@@ -87,14 +93,16 @@ def given_of(args: TrainingArguments) -> dict[str, Any]:
 
 
 def given_by_arguments(micro: int, steps: int) -> dict[str, Any]:
-    """Return micro batch size and accumulation steps, for checkpoint metadata."""
+    """Return micro batch size and accumulation steps as checkpoint metadata."""
     return {BATCH_KEYS[1]: micro, BATCH_KEYS[2]: steps, FILLED_KEY: True}
 
 
 def problems_of(
     args: TrainingArguments, searcher: Mapping[str, Any], saved: SavedRun | None, num_ranks: int
 ) -> list[ConfigProblem]:
-    """Return problems with ranks, sequence parallelism, length and batch size.
+    """Return contradictions between a Trainer's arguments and its trial.
+
+    Checked are the number of ranks, sequence parallelism, the length of training and the total batch size.
 
     ``searcher`` is a section of the experiment config; ``saved`` is the run that wrote the checkpoint to resume from, None for
     a new run; ``num_ranks`` is the number of launched ranks.
@@ -131,7 +139,7 @@ def problems_of(
 
 
 def batch_problems(micro: int, steps: int, saved: SavedRun, num_ranks: int) -> list[ConfigProblem]:
-    """Return a problem if the total batch size differs from the checkpoint's; else [].
+    """Return a problem if the total batch size is not the checkpoint's; otherwise [].
 
     ``micro`` and ``steps`` are micro batch size and gradient accumulation steps.
     """

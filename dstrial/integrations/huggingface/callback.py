@@ -38,7 +38,7 @@ class LeaveTrainingError(Exception):
 
 
 class _PreemptionHandler:
-    """Polls for stop requests, and makes all ranks stop after the same step.
+    """Receives stop requests, and makes all ranks stop after the same step.
 
     With several ranks, stop requests are exchanged at each log entry, evaluation and save, and about every five seconds
     (:class:`SyncPoints`).
@@ -54,11 +54,14 @@ class _PreemptionHandler:
         """The reason for stopping early; None until all ranks agree to stop."""
 
     def start(self, step: int) -> None:
-        """Choose the next step at which ranks exchange stop requests."""
+        """Choose the step after ``step`` at which ranks next exchange stop requests."""
         self._sync_points.start(step)
 
     def after_step(self, step: int, *, is_due: bool) -> bool:
-        """Return whether all ranks stop after this step. Ranks: all, collectively."""
+        """Return whether all ranks stop after this step.
+
+        ``is_due``: whether a log entry, evaluation or save follows the step. Ranks: all, collectively.
+        """
         is_time = self._sync_points.is_single_rank or step >= self._sync_points.next_batch
         return self.agree(step) if is_due or is_time else self.reason is not None
 
@@ -201,7 +204,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         ):
             self._stop(state, control)
         self._disable_eval_and_save(control)
-        self._expect(args, state, control, otherwise=Phase.BATCH)
+        self._announce_next(args, state, control, otherwise=Phase.BATCH)
 
     def _enter(self, phase: Phase, step: int) -> None:
         if self._heartbeat.phase is not phase:
@@ -237,7 +240,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         if not arguments.is_evaluation_due(args, state):
             control.should_evaluate = False
 
-    def _expect(
+    def _announce_next(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, otherwise: Phase
     ) -> None:
         may_save = control.should_save or (arguments.saves_best(args) and control.should_evaluate)
@@ -275,7 +278,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             self._reporter.log(logs, state, batch_size, is_stopped=self.is_stopped)
             if kind_of(logs) is LogKind.TRAINING:
                 self._telemetry.report_log(state.global_step, float(state.num_input_tokens_seen), batch_size)
-                self._losses.take(logs, state.global_step, state.max_steps)
+                self._losses.check(logs, state.global_step, state.max_steps)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
@@ -295,7 +298,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self._preemption.start(state.global_step)
         if arguments.saves_best(args) and control.should_save and self.trainer is not None:
             # Training ends here. The Trainer would only save the model if its metric has improved.
-            self._checkpoints.save_now(self.trainer, args, state, control, shares=False)
+            self._checkpoints.save_now(self.trainer, args, state, control)
         elif control.should_save or arguments.saves_best(args):
             self._checkpoints.prepare(args, state.global_step)
         # Next, the Trainer saves, calls other callbacks, or evaluates the next evaluation set.
@@ -340,7 +343,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         if step == self._checkpoints.last_step:
             control.should_save = False  # this step is stored already
         self._disable_eval_and_save(control)
-        self._expect(args, state, control, otherwise=Phase.SCRIPT)
+        self._announce_next(args, state, control, otherwise=Phase.SCRIPT)
 
     def on_train_end(
         self,

@@ -44,8 +44,9 @@ if TYPE_CHECKING:
 USER_DATA_NAME = "my_data.json"
 """Determined's name for the checkpoint file with ``DetCallback(user_data=...)``."""
 
-_CONFIGURATION_NAME = "load_data.json"
-_LATEST_NAME = "latest"
+_CONFIGURATION_NAME = "load_data.json"  # Determined's name
+_LATEST_NAME = "latest"  # DeepSpeed's file with the tag of its newest checkpoint
+# Errors of `os.link` after which a file is copied.
 _NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
@@ -75,12 +76,12 @@ class TrainerCheckpoints:
         self._description = description
         self._stale_steps: frozenset[int] = frozenset()
         self._model: Any = None
-        self._shares = True
+        self._makes_links = True
         self._frozen_checksums: dict[str, str] | None = None  # parameter -> checksum, at the last save
         self.last_step = -1
 
     def begin(self, trainer: Any, args: TrainingArguments, state: TrainerState, model: Any) -> None:
-        """Record the model; find the ``checkpoint-<step>`` directories of later steps.
+        """Set the model to save; find ``checkpoint-<step>`` directories of later steps.
 
         An earlier attempt of the run wrote these directories; the Trainer will write them again. ``trainer`` is None if
         ``huggingface.train`` is not used.
@@ -102,7 +103,7 @@ class TrainerCheckpoints:
         return step in self._stale_steps
 
     def prepare(self, args: TrainingArguments, step: int) -> None:
-        """Delete a step's hard-linked files before the Trainer overwrites them.
+        """Delete a step's hard-linked files, so that the Trainer writes new ones.
 
         Ranks: all, collectively.
         """
@@ -122,21 +123,18 @@ class TrainerCheckpoints:
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        *,
-        shares: bool = True,
     ) -> None:
-        """Make the Trainer save the current step now, and store its files.
+        """Make the Trainer save the current step now, and store copies of its files.
 
-        ``shares``: whether to hard-link the files instead of copying them. After hard-linking, call ``prepare`` before the
-        Trainer writes this step again.
+        Files are not hard-linked, because the Trainer may write this step again without a call of ``prepare``.
         """
         self.prepare(args, state.global_step)
         trainer._save_checkpoint(trainer.model_wrapped, None)
-        self._shares = shares
+        self._makes_links = False
         try:
             trainer.callback_handler.on_save(args, state, control)
         finally:
-            self._shares = True
+            self._makes_links = True
         if not args.load_best_model_at_end:
             control.should_save = False
 
@@ -160,15 +158,15 @@ class TrainerCheckpoints:
         listings = self._distributed.allgather(self._listing(directory))
         with self._checkpoint.store_path(metadata, shard=True) as (path, _):
             root = pathlib.Path(path)
-            mine = self._mine(listings)
+            mine = self._files_of_this_rank(listings)
 
             def put() -> dict[str, FileEntry]:
                 for name in mine:
                     target = root / directory.name / name
-                    _link(directory / name, target, os.link if self._shares else shutil.copy2)
+                    _link(directory / name, target, os.link if self._makes_links else shutil.copy2)
                 names = [f"{directory.name}/{name}" for name in mine]
                 if self._distributed.rank == 0:
-                    names += self._write_beside(root, directory.name)
+                    names += self._write_run_files(root, directory.name)
                 return hash_files(root, names)
 
             def describe(error: Exception) -> str:
@@ -183,7 +181,7 @@ class TrainerCheckpoints:
                     complete_manifest(root, parts, layouts, metadata)
 
             run_on_all_ranks(self._distributed, finish, describe)
-        if self._shares:
+        if self._makes_links:
             # The Trainer may save the same step again after its evaluation.
             self._stale_steps |= {step}
         self.last_step = step
@@ -206,7 +204,10 @@ class TrainerCheckpoints:
         return engine
 
     def _layout(self, engine: DeepSpeedEngine, directory: pathlib.Path) -> Layout | None:
-        """Return the layout; None if only a model was saved. Ranks: all, collectively."""
+        """Return how the engine's state is split over ranks, for the manifest.
+
+        None if ``directory`` has only a model and no engine state. Ranks: all, collectively.
+        """
         layout = collect_layout(engine, self._distributed.allgather)
         latest = directory / _LATEST_NAME
         # DeepSpeed writes the file `latest` on rank 0 only, possibly on a local disk.
@@ -238,7 +239,7 @@ class TrainerCheckpoints:
         }
 
     def _listing(self, directory: pathlib.Path) -> list[tuple[str, int]]:
-        """Return (relative path, size) of each file; [] except on local rank 0."""
+        """Return (relative path, bytes) of each file; [] except on local rank 0."""
         if self._distributed.local_rank != 0 or not directory.is_dir():
             return []
         return sorted(
@@ -247,7 +248,7 @@ class TrainerCheckpoints:
             if path.is_file()
         )
 
-    def _mine(self, listings: Sequence[Sequence[tuple[str, int]]]) -> list[str]:
+    def _files_of_this_rank(self, listings: Sequence[Sequence[tuple[str, int]]]) -> list[str]:
         """Return the paths of the files that this rank stores.
 
         The first machine that has a file stores the file; the files of a machine are divided among its ranks.
@@ -260,7 +261,7 @@ class TrainerCheckpoints:
         of_machine = [name for name, _ in listings[here] if owners[name] == here]
         return share_of(of_machine, self._distributed.local_rank, self._distributed.local_size)
 
-    def _write_beside(self, root: pathlib.Path, directory_name: str) -> list[str]:
+    def _write_run_files(self, root: pathlib.Path, directory_name: str) -> list[str]:
         kept = self._description
         configuration = {
             "trial_type": "transformers.Trainer",

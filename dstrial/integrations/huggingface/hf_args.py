@@ -34,7 +34,7 @@ from dstrial.resume.metadata import SavedRun
 
 logger = logging.getLogger("dstrial.dsat")
 
-_NUM_NAME_CHARS = 16
+_NUM_NAME_CHARS = 16  # of a content hash, in file names
 _LENGTH_FLAG = "max_steps"
 
 

@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dstrial.integrations.huggingface")
 
 _PROGRESS_INTERVAL_S = 1.0
+# Prefixes of the Trainer's metrics, and the metric that only its last log entry has.
 _EVALUATION = "eval_"
 _TEST = "test_"
 _SUMMARY = "train_loss"
 # Suffixes of metrics that are not reported: durations and speeds, except an evaluation's samples per second.
 _SPEED_SUFFIXES = ("_runtime", "_per_second", "_compilation_time", "_preparation_time")
 _KEPT_SPEED = "_samples_per_second"
+# Entries that say when a metric was measured.
 _POSITIONS = frozenset({"epoch", "step"})
 
 
@@ -56,7 +58,7 @@ def kind_of(logs: Mapping[str, Any]) -> LogKind:
 def reported(
     logs: Mapping[str, Any], filter_metrics: Sequence[str] | None, always: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return a log entry without ``epoch``, ``step``, durations and filtered metrics.
+    """Return the metrics in a log entry: without ``epoch``, ``step`` and durations.
 
     ``filter_metrics`` are substrings: a metric is removed if its name contains none of them. None or empty keeps all metrics.
     The names in ``always`` are never removed.
@@ -87,7 +89,7 @@ def require_searcher_metrics(metrics: Mapping[str, Any], wanted: Sequence[tuple[
 
 
 class Throughput:
-    """Measures records per second of training, without pauses."""
+    """Measures training records per second of the time between pauses."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -124,7 +126,7 @@ class Throughput:
 
 
 class MetricReporter:
-    """Reports a Trainer's metrics.
+    """Reports the metrics in a Trainer's log entries to Determined's core context.
 
     Ranks: all; rank 0 reports. No communication.
 
@@ -260,7 +262,7 @@ class LossWatch:
             is_resumed=step > 0,
         )
 
-    def take(self, logs: Mapping[str, Any], step: int, max_steps: int) -> None:
+    def check(self, logs: Mapping[str, Any], step: int, max_steps: int) -> None:
         """Check the loss of a log entry.
 
         Raises:

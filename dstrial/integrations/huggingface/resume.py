@@ -1,4 +1,4 @@
-"""Open and verify a Trainer's checkpoint; load it into an engine of any layout."""
+"""Open and verify a Trainer's checkpoint; load it on any number of ranks."""
 
 from __future__ import annotations
 
@@ -119,11 +119,11 @@ def _trainer_directory(root: pathlib.Path) -> pathlib.Path:
 
 @contextlib.contextmanager
 def directory_for(found: OpenedCheckpoint, train_batch_size: int) -> Iterator[pathlib.Path]:
-    """Yield a copy of the checkpoint's directory with a changed micro batch size.
+    """Yield a directory for the Trainer to resume from with a given micro batch size.
 
-    The Trainer resumes with the micro batch size in ``trainer_state.json``. The copy of this file has ``train_batch_size``, the
-    micro batch size of the Trainer's arguments; all other files are links. If both sizes are equal, the checkpoint's own
-    directory is yielded.
+    ``train_batch_size`` is the micro batch size of the Trainer's arguments; the Trainer uses the one in
+    ``trainer_state.json``. The directory is the checkpoint's own if both are equal. Otherwise it is a temporary one with a
+    changed copy of this file and links to all other files.
 
     Source: transformers 4.56 ``Trainer.train`` reads the size; 5.23 only with ``auto_find_batch_size``.
     """

@@ -73,7 +73,7 @@ def train(trainer: Trainer, callback: DetCallback, **kwargs: Any) -> TrainOutput
 
 @contextlib.contextmanager
 def _without_model_init(trainer: Trainer) -> Iterator[None]:
-    """In the block, disable ``model_init``, which would replace the loaded model."""
+    """Disable ``model_init`` in the ``with`` block; it would replace the loaded model."""
     model_init = trainer.model_init
     trainer.model_init = None
     try:
@@ -84,7 +84,7 @@ def _without_model_init(trainer: Trainer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _loading_through(trainer: Trainer, callback: DetCallback) -> Iterator[None]:
-    """In the block, make the Trainer's new engine load the callback's checkpoint.
+    """Make engines created in the ``with`` block load the callback's checkpoint.
 
     Source: transformers 4.56 and 5.23 create the engine with ``accelerator.prepare``, then call its ``load_checkpoint`` in
         ``integrations.deepspeed.deepspeed_load_checkpoint``.
@@ -149,6 +149,8 @@ def load_weights(model: torch.nn.Module, opened_checkpoint: OpenedCheckpoint) ->
 
 
 class _SavedWeights:
+    """The whole parameters and buffers of a saved engine by name, read at access."""
+
     def __init__(self, saved: SavedEngine) -> None:
         self._saved = saved
         self._buffers = saved.buffers()
@@ -161,6 +163,7 @@ class _SavedWeights:
 
 
 def _saved_weights(opened_checkpoint: OpenedCheckpoint) -> Any:
+    """Return a mapping of names to the checkpoint's whole parameters and buffers."""
     if opened_checkpoint.layouts:
         saved = open_saved_engine(
             opened_checkpoint.root,
@@ -190,7 +193,10 @@ def _is_cut(parameter: torch.nn.Parameter) -> bool:
 
 @contextlib.contextmanager
 def _whole(parameter: torch.nn.Parameter) -> Iterator[None]:
-    """Gather a ZeRO 3 parameter in the block; then partition rank 0's values again."""
+    """Gather a parameter that ZeRO 3 has partitioned, inside the ``with`` block.
+
+    Afterwards rank 0's values are partitioned again. Other parameters are not changed.
+    """
     if not _is_cut(parameter):
         yield
         return

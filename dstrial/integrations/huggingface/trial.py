@@ -78,6 +78,7 @@ class TrialFacts:
     """Configuration of a trial, and the checkpoint to resume from.
 
     Attributes:
+        trial_id: id that the trial's checkpoints record.
         searcher: section ``searcher`` of the experiment config; empty if ``is_measuring``.
         exp_conf: the experiment config; {} if there is none.
         latest_checkpoint: the checkpoint to resume from; None for a new trial.
@@ -97,7 +98,9 @@ class TrialFacts:
 
     @classmethod
     def of(cls, context: core.Context) -> TrialFacts:
-        """Read configuration and checkpoint from dstrial's or Determined's core context.
+        """Return the facts of the trial to which a core context belongs.
+
+        ``context`` is dstrial's or Determined's.
 
         Raises:
             CheckpointNotFoundError: ``--resume latest`` was given, and the run has no checkpoint.
@@ -272,9 +275,9 @@ class Startup:
             logger.warning(_NOT_OVERRIDDEN)
 
     def settle_best_model(self, state: TrainerState) -> None:
-        """Clear ``state.best_model_checkpoint`` if the directory is missing on a rank.
+        """Clear ``state.best_model_checkpoint`` if a resumed rank has no such directory.
 
-        After a resume, the Trainer would otherwise try to load this directory at the end of training. Ranks: all, collectively.
+        The Trainer would otherwise try to load this directory at the end of training. Ranks: all, collectively.
         """
         best = state.best_model_checkpoint
         if self.checkpoint_path is None:

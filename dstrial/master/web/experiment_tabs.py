@@ -6,7 +6,7 @@ import difflib
 import json
 
 from dstrial.config.documents import read_yaml_text, yaml_text
-from dstrial.config.experiment_config.origins import LABEL, config_values
+from dstrial.config.experiment_config.submission import LABEL, config_values
 from dstrial.config.secrets import masked, masked_json, masked_yaml
 from dstrial.master.backends.model_definition import list_files, read_start, read_starts
 from dstrial.master.http.router import USER, ApiRequest, route

@@ -12,7 +12,7 @@ from bad_configs import BAD_CONFIGS
 from deepspeed_release import needs_0_19_8
 
 from dstrial.config.deepspeed_rules.check import check_deepspeed
-from dstrial.config.deepspeed_schema import TABLE
+from dstrial.config.deepspeed_rules.settings import TABLE
 from dstrial.config.parallel_dims import ParallelDims
 
 # The rules are those of 0.19.8. DeepSpeed compiles a Muon kernel when it is first used on a machine.

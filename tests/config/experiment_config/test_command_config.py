@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dstrial.config.experiment_config.command import check_command, interpreter_of, seconds_of
+from dstrial.config.experiment_config.submission import NO_IMAGE
 from dstrial.errors import ConfigError
 
 
@@ -98,3 +99,33 @@ def test_invalid_command_config_is_rejected(given: dict[str, Any], problem: str)
 )  # fmt: skip
 def test_seconds_of_parses_go_durations(span: Any, seconds: float | None) -> None:
     assert seconds_of(span) == seconds
+
+
+def test_slots_per_trial_does_not_set_command_slots() -> None:
+    both = {"slots": 3, "slots_per_trial": 2}
+    command = check_command({"entrypoint": "true", "resources": both}, "COMMAND", num_slots=4)
+    assert command.num_slots == 3
+    assert command.config["resources"]["slots_per_trial"] == 2
+    alone = check_command(
+        {"entrypoint": "true"}, "COMMAND", num_slots=4, template={"resources": {"slots_per_trial": 2}}
+    )
+    assert alone.num_slots == 1
+
+
+@pytest.mark.parametrize("null_gpu", [{}, {"gpu": None}])
+def test_gpu_is_alias_of_cuda_in_command_config(null_gpu: dict[str, None]) -> None:
+    given = {"image": {"cuda": "above"}, "environment_variables": {"cuda": ["A=1"], **null_gpu}}
+    template = {
+        "image": {"gpu": "below", "cpu": "c"},
+        "environment_variables": {"gpu": ["A=0"], "cpu": ["B=2"]},
+    }
+    environment = check_command(
+        {"entrypoint": "true", "environment": given},
+        "COMMAND",
+        num_slots=1,
+        environment_variables=("M=0",),
+        template={"environment": template},
+    ).config["environment"]
+    assert environment["image"] == {"cpu": "c", "cuda": "above", "rocm": NO_IMAGE}
+    variables = {"cpu": ["M=0", "B=2"], "cuda": ["M=0", "A=1"], "rocm": ["M=0"]}
+    assert environment["environment_variables"] == variables

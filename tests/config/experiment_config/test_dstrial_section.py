@@ -7,7 +7,6 @@ from dstrial.config.experiment_config.dstrial_section import (
     TrainingChecks,
     elasticity_of,
     may_install,
-    shares,
 )
 from dstrial.errors import ConfigError
 
@@ -99,14 +98,12 @@ def test_webhooks_are_named_by_id_or_name(problems, integrations, words):
     assert all(word in problem for problem, word in zip(found, words, strict=True))
 
 
-def test_elasticity_has_defaults_and_slots_share_batch():
+def test_elasticity_is_read_with_defaults():
     assert elasticity_of({}, 4) == Elasticity(4, None, 4, 600.0)
     given = {"min_slots": 2, "max_slots": 8, "resize_period": 60}
     assert elasticity_of(given, 4) == Elasticity(4, 2, 8, 60.0)
     asked = [elasticity_of(one, 4).is_asked_for for one in ({}, {"min_slots": 1}, {"max_slots": 8})]
     assert asked == [False, True, True]
-    assert [n for n in range(1, 13) if shares(n, 12, 1)] == [1, 2, 3, 4, 6, 12]
-    assert [n for n in range(1, 13) if shares(n, 12, 2)] == [2, 4, 6, 8, 12]
 
 
 @pytest.mark.parametrize(

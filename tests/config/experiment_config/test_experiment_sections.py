@@ -20,10 +20,11 @@ def test_defaults_match_determined_except_name_and_seed(load):
     config = load(EXPERIMENT.replace("name: test\n", ""))
 
     assert config.name == "exp"
-    assert config.experiment_seed == 0
-    assert (config.scheduling_unit, config.max_restarts, config.preemption_timeout_s) == (100, 5, 600)
-    assert (config.checkpoint_policy, config.slots_per_trial, config.smaller_is_better) == ("best", 1, True)
-    assert (config.min_validation_period, config.min_checkpoint_period) == (None, None)
+    assert config.raw["reproducibility"]["experiment_seed"] == 0
+    assert (config.raw["scheduling_unit"], config.raw["checkpoint_policy"]) == (100, "best")
+    assert (config.max_restarts, config.preemption_timeout_s) == (5, 600)
+    assert (config.slots_per_trial, config.smaller_is_better) == (1, True)
+    assert config.raw["min_validation_period"] == config.raw["min_checkpoint_period"] == {"batches": 0}
     assert config.raw["profiling"] == {
         "enabled": False,
         "begin_on_batch": 0,
@@ -68,7 +69,7 @@ def test_override_makes_search_space_concrete(load):
     config = load(text, overrides=["hyperparameters.lr=3", "searcher.max_length.batches=20", "labels=a,b"])
 
     assert config.hyperparameters["lr"] == 3
-    assert config.max_length == Length(20, "batches")
+    assert config.raw["searcher"]["max_length"] == {"batches": 20}
     assert config.raw["labels"] == ["a", "b"]
 
 
@@ -121,26 +122,28 @@ def _with_own_keys():
 
 
 @pytest.mark.parametrize(
-    ("lines", "expected"),
+    ("lines", "is_length"),
     [
-        ("max_length: 100", Length(100, "batches")),
-        ("max_length: {epochs: 2}", Length(2, "epochs")),
-        ("max_length: {records: 64}", Length(64, "records")),
-        ("max_time: 50\n  time_metric: batches", Length(50, "batches")),
-        ("max_time: 3\n  time_metric: epochs", Length(3, "epochs")),
-        ("max_length: 100\n  max_time: 3\n  time_metric: epochs", Length(100, "batches")),
-        ("max_time: 3\n  time_metric: seconds", None),
+        ("  max_length: 100\n", True),
+        ("  max_length: {records: 64}\n", True),
+        ("  max_time: 3\n  time_metric: epochs\n", True),
+        ("  max_time: 3\n  time_metric: seconds\n", False),
+        ("", False),
     ],
 )
-def test_max_length_falls_back_to_max_time(load, lines, expected):
-    assert load(EXPERIMENT.replace("max_length: {batches: 10}", lines)).max_length == expected
+def test_missing_max_length_error_names_alternatives(load, lines, is_length):
+    config = load(EXPERIMENT.replace("  max_length: {batches: 10}\n", lines))
 
-
-def test_missing_max_length_error_names_alternatives(load):
-    config = load(EXPERIMENT.replace("  max_length: {batches: 10}\n", ""))
-
-    with pytest.raises(ConfigError, match=r"searcher\.max_length is not given.*max_time.*time_metric"):
+    if is_length:
         config.require_max_length()
+    else:
+        with pytest.raises(ConfigError, match=r"searcher\.max_length is not given.*max_time.*time_metric"):
+            config.require_max_length()
+
+
+def test_length_is_number_of_batches_or_mapping():
+    found = [Length.from_config(value) for value in (100, {"epochs": 2}, {"records": 64})]
+    assert found == [Length(100, "batches"), Length(2, "epochs"), Length(64, "records")]
 
 
 def test_replicas_are_slots_divided_by_stages(load):
@@ -230,13 +233,6 @@ def test_entrypoint_is_optional_unless_required(load):
 def test_empty_entrypoint_or_missing_trial_is_rejected(load, entrypoint, message):
     with pytest.raises(ConfigError, match=message):
         load(EXPERIMENT.replace("model_def:MyTrial", entrypoint))
-
-
-def test_auto_in_script_config_gives_warning(load):
-    deepspeed = {**DEEPSPEED, "gradient_clipping": "auto"}
-    text = EXPERIMENT.replace("model_def:MyTrial", "python3 model_def.py")
-
-    assert 'gradient_clipping is "auto", which only another tool' in load(text, deepspeed).warnings[0]
 
 
 def test_indivisible_slots_error_names_slots_option(load):

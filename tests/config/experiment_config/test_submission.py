@@ -7,16 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from dstrial.config.documents import read_yaml_text
 from dstrial.config.experiment_config.submission import (
     MasterDefaults,
     Submission,
     check_submission,
+    config_values,
     continued_config,
     read_override,
     search_section,
 )
 from dstrial.errors import ConfigError
+from dstrial.master.scheduler.reconciler import compile_policies
 
 DEFAULTS = MasterDefaults({"type": "shared_fs", "host_path": "/checkpoints"}, ("A=1",))
 SEARCH = "entrypoint: x\nsearcher: {name: random, metric: l, max_trials: 3}\n"
@@ -151,11 +155,6 @@ def test_preview_needs_no_entrypoint_and_rejects_huge_grids() -> None:
         search_section({"searcher": {"name": "grid", "metric": "l"}, "hyperparameters": axes})
 
 
-def test_config_above_1_mib_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="at most 1048576 bytes"):
-        check(tmp_path, GOOD + "data: {words: '" + "x" * 2**20 + "'}\n")
-
-
 @pytest.mark.parametrize(
     ("source", "is_left"),
     [
@@ -174,3 +173,81 @@ def test_hostile_source_is_rejected_or_left_unparsed(tmp_path: Path, source: str
     else:
         with pytest.raises(ConfigError, match="is not Python"):
             check(tmp_path, text)
+
+
+TEXT = """\
+name: one
+entrypoint: python3 train.py
+searcher: {name: single, metric: loss, max_length: {batches: 5}}
+hyperparameters:
+  deepspeed_config: ds.json
+  lr: 0.1
+"""
+
+
+def test_value_origin_is_line_template_or_default() -> None:
+    effective = {
+        "name": "one",
+        "hyperparameters": {"lr": {"type": "const", "val": 0.1}},
+        "max_restarts": 2,
+        "debug": False,
+        "labels": [],
+    }
+    found = config_values(effective, read_yaml_text(TEXT, "experiment config"), {"max_restarts": 2})
+    assert {one.key: one.origin for one in found} == {
+        "name": "experiment config:1",
+        "hyperparameters.lr.type": "experiment config:6",
+        "hyperparameters.lr.val": "experiment config:6",
+        "max_restarts": "template",
+        "debug": "default",
+        "labels": "default",
+    }
+
+
+def submit(tmp_path: Path, template: dict[str, Any] | None = None, **given: Any) -> Submission:
+    return check(tmp_path, GOOD + yaml.safe_dump(given), template=template)
+
+
+def test_submission_may_have_slots_of_commands(tmp_path: Path) -> None:
+    both = {"slots": 3, "slots_per_trial": 2}
+
+    submission = submit(tmp_path, resources=both)
+    assert submission.config["resources"]["slots"] == 3
+    assert submission.config["resources"]["slots_per_trial"] == 2
+    assert "slots" not in check(tmp_path, GOOD).config["resources"]
+    assert submission.warnings == ()
+
+
+def test_gpu_beside_cuda_and_unknown_devices_are_problems(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        submit(
+            tmp_path,
+            environment={"environment_variables": {"gpu": ["A=1"], "cuda": ["A=2"]}, "image": {"tpu": "x"}},
+        )
+    text = str(caught.value)
+    assert "environment.environment_variables.gpu is given with cuda; expected one of the two" in text
+    assert "environment.image.tpu is not a kind of device; expected cpu, cuda (or gpu) or rocm" in text
+
+
+def test_policy_without_pattern_disables_template_policy(tmp_path: Path) -> None:
+    policies = [{"name": "CUDA OOM"}, {"name": "mine", "pattern": "x"}]
+    over_template = submit(tmp_path, {"log_policies": policies}, log_policies=[{"name": "mine"}])
+    found = over_template.config["log_policies"]
+    assert [policy["name"] for policy in found if policy["pattern"]] == ["ECC Error"]
+
+
+@pytest.mark.parametrize("off", [{}, {"pattern": None}], ids=["named", "null"])
+def test_resubmitted_disabled_log_policies_stay_disabled(tmp_path: Path, off: dict[str, Any]) -> None:
+    both = [{"name": "CUDA OOM", **off}, {"name": "ECC Error", **off}]
+
+    shown = submit(tmp_path, log_policies=both).config["log_policies"]
+
+    assert compile_policies({"log_policies": shown}) == ()
+    assert submit(tmp_path, log_policies=shown).config["log_policies"] == shown
+
+
+def test_policy_with_new_action_keeps_default_pattern(tmp_path: Path) -> None:
+    found = submit(tmp_path, log_policies=[{"name": "CUDA OOM", "action": "cancel_retries"}]).config[
+        "log_policies"
+    ]
+    assert found[0] == {"name": "CUDA OOM", "pattern": ".*CUDA out of memory.*", "action": "cancel_retries"}

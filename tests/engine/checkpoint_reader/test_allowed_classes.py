@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dstrial.config.deepspeed_schema import installed_deepspeed_version
+from dstrial.config.deepspeed_rules.settings import installed_deepspeed_version
 from dstrial.testing.ranks import run_function
 
 pytestmark = pytest.mark.ranks

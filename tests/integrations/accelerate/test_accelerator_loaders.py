@@ -1,4 +1,4 @@
-"""Epoch lengths of data loaders."""
+"""Epoch lengths of an accelerator's data loaders."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from dstrial.errors import DataError
-from dstrial.integrations.accelerate.loaders import epoch_length_of
+from dstrial.integrations.accelerate.accelerator import epoch_length_of
 
 
 def share_of(num_records: int, num_ranks: int, *, drop_last: bool) -> DataLoader[int]:
