@@ -146,8 +146,8 @@ class Layout(EngineArrangement):
 def keeps_whole_matrices(layout: Layout, key: str) -> bool:
     """Return whether ranks store optimizer state ``key`` as whole matrices.
 
-    True for Muon's momentum in ZeRO 1 and 2 without offload (DeepSpeed 0.19.8, ``runtime/zero/stage_1_and_2.py``,
-    ``_muon_momentum_buffer``). All other states are partitioned like the weights.
+    ``key`` is a name such as ``exp_avg``. True for Muon's momentum in ZeRO 1 and 2 without offload (DeepSpeed 0.19.8,
+    ``runtime/zero/stage_1_and_2.py``, ``_muon_momentum_buffer``). All other states are partitioned like the weights.
     """
     return (layout.optimizer, layout.wrapper, layout.offload_optimizer, key) == (
         "MuonWithAuxAdam", "DeepSpeedZeroOptimizer", "none", "momentum_buffer",

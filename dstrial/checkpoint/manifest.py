@@ -34,6 +34,8 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileEntry:
+    """A file's size in bytes and its hexadecimal SHA-256."""
+
     num_bytes: int
     sha256: str
 
@@ -195,7 +197,7 @@ def hash_file(path: str | os.PathLike[str], on_bytes: Callable[[int], None] | No
 
 
 def share_of(files: Sequence[str], part: int, parts: int) -> list[str]:
-    """Return the files for rank ``part`` of ``parts`` ranks: every ``parts``-th file."""
+    """Return the files that rank ``part`` handles if ``parts`` ranks divide the work."""
     return list(files[part::parts])
 
 

@@ -27,7 +27,7 @@ from dstrial.checkpoint.summary import own_places, tied_names
 from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine
 from dstrial.errors import CheckpointLayoutError
 
-_BUFFER_NUMEL = 4 << 20
+_BUFFER_NUMEL = 4 << 20  # elements that are converted and written at a time
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -64,7 +64,10 @@ class TensorSpec:
 
 
 def in_file_order(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Sort tensors stably by element size, largest first, so that each is aligned."""
+    """Return tensors sorted by element size, largest first, so that each is aligned.
+
+    Tensors with equal element sizes keep their order.
+    """
     return sorted(specs, key=lambda spec: -DTYPES[spec.dtype].itemsize)
 
 
@@ -245,7 +248,10 @@ class MergedWeights(ModelWeights):
             )
 
     def _untie(self, saved_specs: Mapping[str, TensorSpec]) -> Iterator[TensorSpec]:
-        """Yield an entry for each tied weight that merging makes differ from its owner."""
+        """Yield an entry for each tied weight that differs from its owner once merged.
+
+        The owner is the weight with which a tied weight shares its storage in the checkpoint.
+        """
         # LoRA changes one of two tied layers, ``modules_to_save`` replaces one. Names of other tied weights stay in ``aliases``.
         tied, self.aliases = self.aliases, {}
         for alias, owner in tied.items():

@@ -12,12 +12,15 @@ import torch
 from dstrial.engine.deepspeed_internals import optimizers
 
 _SMALLEST_ITEM_BYTES = 2
-"""torch 2.13 cannot compute the minimum of 8-bit floating-point types."""
+"""Types with fewer bytes are not checked: torch 2.13 cannot compute the minimum of 8-bit floating-point types."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepCounts:
-    """Counts of an engine's steps (including skipped) and skipped steps; loss scale."""
+    """An engine's number of optimizer steps, number of skipped steps, and loss scale.
+
+    ``num_steps`` includes the skipped steps.
+    """
 
     num_steps: int
     num_skipped: int
@@ -49,7 +52,10 @@ class FiniteWeights:
         self._known = frozenset(self._not_finite())
 
     def lost(self) -> str | None:
-        """Return the name of a weight that became non-finite, or None. Synchronises."""
+        """Return the name of one weight that became NaN or infinite; None without one.
+
+        Synchronises with the device.
+        """
         return next((name for name in self._not_finite() if name not in self._known), None)
 
     def _not_finite(self) -> list[str]:

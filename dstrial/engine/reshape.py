@@ -24,7 +24,7 @@ from dstrial.engine.state import describe_rank, describe_untied
 from dstrial.errors import CheckpointError, CheckpointLayoutError
 from dstrial.resume.plan import reshape_problems
 
-_SCRATCH_NUMEL = 1 << 20
+_SCRATCH_NUMEL = 1 << 20  # elements that are compared at a time
 # Optimizer settings that select an implementation and do not change results; the live engine's values are kept.
 _IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable", "step"})
 
@@ -155,7 +155,7 @@ class _Live:
 
 
 def _own_masters(optimizer: Any, places: Mapping[str, ParameterPlace]) -> dict[str, torch.Tensor]:
-    """Return parameter name -> master weight; {} unless each has a tensor of its own."""
+    """Return parameter name -> master weight; {} if masters are in flat buffers."""
     masters = optimizers.own_masters(optimizer)
     if masters is None:
         return {}
@@ -177,7 +177,10 @@ def _is_same_class(engine: DeepSpeedEngine, saved: SavedEngine) -> bool:
 def _settings_by_group(
     engine: DeepSpeedEngine, saved: SavedEngine, live: _Live, problems: list[str]
 ) -> dict[int, dict[str, Any]]:
-    """Return live optimizer group -> saved settings; append conflicts to ``problems``."""
+    """Return index of a group of the running optimizer -> the group's saved settings.
+
+    Conflicts, for example parameters of one group with different saved settings, are appended to ``problems``.
+    """
     own_groups = _base_groups(engine)
     found: dict[int, tuple[str, dict[str, Any]]] = {}
     for name, place in live.places.items():

@@ -16,7 +16,7 @@ from dstrial.engine.deepspeed_internals import engines, optimizers
 from dstrial.engine.parameter_names import named_buffers
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointLayoutError
 
-_SCHEDULED = ("lr", "betas", "momentum")
+_SCHEDULED = ("lr", "betas", "momentum")  # optimizer settings that learning-rate schedulers change
 # torch's schedulers store their base learning rate in initial_lr.
 _OPTIMIZER_SETTINGS = (*_SCHEDULED, "initial_lr", "eps", "weight_decay", "dampening", "nesterov")
 

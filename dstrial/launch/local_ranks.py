@@ -108,7 +108,7 @@ def run_ranks(
         num_ranks: ranks on this machine.
         env: the ranks' variables, in addition to this process's.
         log_dir: directory of ``rank_<n>/stdout.log`` and ``stderr.log``, which replace earlier files; if None, ranks
-        inherit this process's output (or, with ``on_line``, write to pipes).
+            inherit this process's output (or, with ``on_line``, write to pipes).
         shutdown_timeout_s: time from a stop request until the ranks are killed.
         on_line: called from another thread with rank, ``"stdout"`` or ``"stderr"``, and each line.
         on_stop: called with the signal's name when a stop request is forwarded.

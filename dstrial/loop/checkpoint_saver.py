@@ -283,6 +283,7 @@ class CheckpointSaver:
     # ---- outcome of a save ---------------------------------------------------------------------------
 
     def status(self) -> SaveStatus | None:
+        """Return how far this rank's save is; None if no save is in progress."""
         return None if self._job is None else self._job.status
 
     def settle(self, statuses: Sequence[SaveStatus | None]) -> None:
@@ -331,6 +332,7 @@ class CheckpointSaver:
 
 
 def _store_on(store: core.CheckpointContext, channel: core.DistributedContext) -> core.CheckpointContext:
+    """Return a copy of the checkpoint store that communicates on ``channel``."""
     same = copy.copy(store)
     same._dist = channel
     return same

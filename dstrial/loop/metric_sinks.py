@@ -24,7 +24,7 @@ logger = logging.getLogger("dstrial.loop")
 
 T = TypeVar("T")
 
-_UPLOAD_INTERVAL_S = 5.0
+_UPLOAD_INTERVAL_S = 5.0  # minimum time between two uploads of TensorBoard files
 
 CAPACITY = 32  # maximum number of queued jobs; if the queue is full, the loop waits
 

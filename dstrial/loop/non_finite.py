@@ -15,6 +15,7 @@ from dstrial.errors import NonFiniteError
 
 logger = logging.getLogger("dstrial.loop")
 
+# Fixes in messages: for values that are not finite, and for missing optimizer steps.
 _LOWER = "Lower the learning rate, look at the records of that batch"
 _STEP = "Call engine.step() after every engine.backward() in train_batch"
 
@@ -36,6 +37,7 @@ class NonFiniteGuard:
 
     Args:
         mode: ``fail`` raises an error, ``warn`` logs a warning, ``ignore`` does nothing.
+        patience: number of consecutive bad reports that end or warn.
         counts: step counts of every engine before the first batch of this process.
         is_resumed: whether batches were trained before a resume; their losses and steps count as good.
     """

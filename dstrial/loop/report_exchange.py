@@ -34,7 +34,7 @@ logger = logging.getLogger("dstrial.loop")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Payload:
-    """What one rank sends in an exchange.
+    """The values that one rank sends to all others at a sync point.
 
     Attributes:
         totals: metrics of this rank; None without a report, or if this rank reports no metrics.

@@ -25,9 +25,9 @@ def keep_batch(
 ) -> BatchSolution:
     """Return the batch sizes with which a resumed run keeps its ``train_batch_size``.
 
-    The sizes in ``config`` are used if they result in the checkpoint's ``train_batch_size`` and either include a micro batch
-    size or differ from those at the run's start. Otherwise the micro batch size is the largest divisor of a replica's records
-    per batch that is at most ``saved.micro_batch_limit``, which is known to fit into memory.
+    The sizes in ``config`` are used if they result in the checkpoint's ``train_batch_size``. They must also include a micro batch
+    size, or differ from those at the run's start. Otherwise the micro batch size is solved: the largest divisor of a replica's
+    records per batch that does not exceed ``saved.micro_batch_limit``, a size known to fit into memory.
 
     Args:
         config: the DeepSpeed config; only its three batch sizes are read.
@@ -104,9 +104,10 @@ def describe_batch(saved: EngineRecord, solution: BatchSolution) -> str:
 def own_solution(
     given: tuple[int | None, int | None, int | None], data_parallel_size: int
 ) -> BatchSolution | None:
-    """Return the batch sizes that DeepSpeed itself would compute; None if unsolvable.
+    """Return the batch sizes that DeepSpeed would compute from a config's sizes.
 
-    ``given`` are a config's batch sizes in the order of ``BATCH_KEYS``.
+    None if they contradict each other or leave too much open. ``given`` are the config's batch sizes in the order of
+    ``BATCH_KEYS``.
     """
     try:
         return solve_batch(*given, data_parallel_size)

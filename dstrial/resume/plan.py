@@ -75,6 +75,7 @@ _FAMILIES = {
 """Optimizer type in a DeepSpeed config, in lower case -> optimizer classes that DeepSpeed may create for the type."""
 
 
+# (Field of ``Layout``, its name in messages): DeepSpeed itself loads a checkpoint only if all these are equal.
 _COMPARED = (
     ("engine_kind", "kind of engine"),
     ("world_size", "number of ranks"),
@@ -305,6 +306,7 @@ def _reshard_problems(
 
 
 def _fixed_layout_reason(engine: EngineArrangement) -> str | None:
+    """Return why an engine's saved state cannot be resharded; None if it can."""
     if engine.model_parallel_size > 1 and engine.engine_kind == "pipeline":
         return f"whose layers are cut over {engine.model_parallel_size} tensor-parallel ranks"
     if "nvme" in (engine.offload_optimizer, engine.offload_parameters):

@@ -79,6 +79,7 @@ class TrialRuntime:
         wrapped_reducers: the user's metric reducers as Determined wraps them, in the order of wrapping.
         given_hparams: hyperparameters as given by the user; None if not given.
         hparams: like ``given_hparams``, but with batch sizes that keep the resumed checkpoint's.
+        exp_conf: the experiment config; None if not given.
         trial_seed: the trial's seed; None if not configured.
         steps_completed: batches trained before this process, or in the checkpoint that ``fit`` resumes from.
         resumed: the run that wrote the checkpoint to resume from, whose batch size is kept; None for a new run.

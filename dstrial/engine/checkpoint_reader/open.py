@@ -26,7 +26,7 @@ def open_saved_engine(
         root: the checkpoint's directory.
         engine_idx: 0-based index in the trial's order of wrapping.
         layout: the engine's layout, from the manifest.
-        trusts_code: whether classes outside ``safe_load.LISTED`` may be loaded, see ``safe_load.load``.
+        trusts_code: whether classes outside ``safe_load.LISTED`` may be loaded, which can run code.
 
     Raises:
         CheckpointLayoutError: the files' format does not allow reading single parameters.
@@ -46,6 +46,7 @@ def open_saved_engine(
 
 
 def folder_in(root: str | pathlib.Path, engine_idx: int) -> str:
+    """Return the folder (DeepSpeed tag) of an engine's files in the directory ``root``."""
     path = pathlib.Path(root)
     return engine_folder((found.relative_to(path).as_posix() for found in path.glob("*/*")), engine_idx)
 
@@ -53,7 +54,7 @@ def folder_in(root: str | pathlib.Path, engine_idx: int) -> str:
 def read_rank_state(root: str | pathlib.Path, rank: int, *, trusts_code: bool = False) -> dict[str, Any]:
     """Return the content of a rank's file ``dstrial_rank<r>.pt`` in a checkpoint.
 
-    Tensors are memory-mapped. ``trusts_code``: whether classes outside ``safe_load.LISTED`` may be loaded.
+    Tensors are memory-mapped. ``trusts_code``: whether classes outside ``safe_load.LISTED`` may be loaded, which can run code.
     """
     path = pathlib.Path(root) / rank_state_name(rank)
     try:
@@ -69,9 +70,13 @@ def optimizer_summary(saved: SavedEngine) -> dict[str, Any]:
     """Return a saved optimizer's settings and counters as plain JSON values.
 
     Returns:
-        ``groups`` (distinct settings of parameter groups), ``steps`` (distinct step counts of parameters, ascending),
-        ``state`` (keys of element-wise optimizer state, such as ``exp_avg``), ``global_steps``, ``global_samples``,
-        ``skipped_steps``, ``loss_scale`` (None unless fp16), ``lr_scheduler`` (its state as plain values, or None).
+        A dict with these entries.
+        ``groups``: distinct settings of parameter groups.
+        ``steps``: distinct step counts of parameters, ascending.
+        ``state``: keys of optimizer state with a value per element, such as ``exp_avg``.
+        ``global_steps``, ``global_samples``, ``skipped_steps``: the engine's counters.
+        ``loss_scale``: None unless the engine computes in fp16.
+        ``lr_scheduler``: the scheduler's state as plain values; None without a scheduler.
     """
     counters = saved.engine_state()
     scale = saved.loss_scale_state()

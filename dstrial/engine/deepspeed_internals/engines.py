@@ -278,7 +278,7 @@ The recomputation is in ``CheckpointFunction.backward`` and ``checkpoint_unpack`
 
 
 def compute_dtype(engine: DeepSpeedEngine) -> torch.dtype:
-    """Return the dtype of an engine's matrix products: autocast's or the weights'.
+    """Return the dtype of an engine's matrix products: that of autocast or of the weights.
 
     Source: ``torch_autocast_enabled`` and ``torch_autocast_dtype``, ``runtime/engine.py:1687``; 0.19.0 has both.
     """
@@ -304,7 +304,7 @@ def pipeline_buffers(engine: DeepSpeedEngine) -> list[Any]:
 
 
 def steps_next(engine: DeepSpeedEngine) -> bool:
-    """Return whether the engine's next ``step`` call runs the optimizer.
+    """Return whether the engine's next ``step`` call updates the weights.
 
     Always True for a pipeline, whose ``is_gradient_accumulation_boundary`` is valid only inside a step
     (``_force_grad_boundary``, ``runtime/pipe/engine.py:659``).

@@ -39,9 +39,10 @@ class Workload(Protocol):
 
 
 def measure(request: DryRunRequest) -> ModelTrace:
-    """Build the engines, and measure one step at each of the two micro batch sizes.
+    """Return what one step at each of the request's two micro batch sizes has needed.
 
-    Errors of the workload, of torch and of DeepSpeed propagate; fake tensors do not support all code.
+    Builds the request's engines in this process. Errors of the workload, of torch and of DeepSpeed propagate; fake tensors do
+    not support all code.
     """
     low, high = request.micro_batch_sizes
     reads = ScalarReads()
