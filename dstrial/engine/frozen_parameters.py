@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine, PipelineEngine
 
-from dstrial.checkpoint.layout import Layout
-from dstrial.checkpoint.shards import own_shard
+from dstrial.checkpoint.layout import Layout, own_shard
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.engine.deepspeed_internals import engines, optimizers
 from dstrial.engine.parameter_names import named_parameters

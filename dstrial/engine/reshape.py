@@ -15,8 +15,15 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 
-from dstrial.checkpoint.layout import Layout, ParameterPlace, keeps_whole_matrices
-from dstrial.checkpoint.shards import Shard, ShardMap, own_shard, positions_in_groups
+from dstrial.checkpoint.layout import (
+    Layout,
+    ParameterPlace,
+    Shard,
+    ShardMap,
+    keeps_whole_matrices,
+    own_shard,
+    positions_in_groups,
+)
 from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine, is_equal
 from dstrial.engine.deepspeed_internals import engines, optimizers
 from dstrial.engine.parameter_names import named_parameters

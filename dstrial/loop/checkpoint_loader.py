@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from determined import core
 
-from dstrial.checkpoint.file_roles import layouts_of, rank_state_name
 from dstrial.checkpoint.integrity import read_verified
 from dstrial.checkpoint.layout import Layout
 from dstrial.checkpoint.manifest import (
@@ -32,6 +31,8 @@ from dstrial.checkpoint.manifest import (
     hash_file,
     hash_files,
     is_own_manifest,
+    layouts_of,
+    rank_state_name,
     share_of,
 )
 from dstrial.config.dotted_keys import dstrial_section

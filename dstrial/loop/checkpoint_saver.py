@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from determined import constants, core
 
-from dstrial.checkpoint.file_roles import rank_state_name
-from dstrial.checkpoint.manifest import FileEntry, hash_files, share_of
+from dstrial.checkpoint.manifest import FileEntry, hash_files, rank_state_name, share_of
 from dstrial.engine.frozen_parameters import leave_out_frozen, leaves_out_frozen
 from dstrial.engine.random_state import RngState
 from dstrial.engine.snapshot import HostBuffers, StateCopies, copy_engine

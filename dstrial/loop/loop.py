@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dstrial.engine.engine_hooks import LostGradientCheck, observe_engines
-from dstrial.engine.finite_weights import FiniteWeights
 from dstrial.errors import CheckpointError, DataError, NonFiniteError, RankError, TrialContractError
 from dstrial.loop.boundaries import (
     Boundary,
@@ -28,7 +27,13 @@ from dstrial.loop.data.training import CountingIterator, TrainingStream, agreed_
 from dstrial.loop.data.validation import ValidationStream
 from dstrial.loop.metric_sinks import MetricSink
 from dstrial.loop.metrics import MetricWindow, as_mapping
-from dstrial.loop.non_finite import NonFiniteGuard, StateEvidence, lost_weight, unsafe_to_save_reason
+from dstrial.loop.non_finite import (
+    FiniteWeights,
+    NonFiniteGuard,
+    StateEvidence,
+    lost_weight,
+    unsafe_to_save_reason,
+)
 from dstrial.loop.report_exchange import ReportExchange, step_counts, sum_steps
 from dstrial.loop.run_state import RunState
 from dstrial.loop.sync_point import StopReason, SyncPoints

@@ -12,14 +12,13 @@ from typing import Any, Literal
 
 from determined import pytorch, util
 
-from dstrial.engine.finite_weights import StepCounts
 from dstrial.loop import sync_point
 from dstrial.loop.background_save import SaveStatus
 from dstrial.loop.boundaries import asks_for_checkpoint
 from dstrial.loop.checkpoint_saver import CheckpointSaver
 from dstrial.loop.metric_sinks import MetricSink, MetricSinks, ReportWriter
 from dstrial.loop.metrics import MetricTotals, combine, copied
-from dstrial.loop.non_finite import NonFiniteGuard
+from dstrial.loop.non_finite import NonFiniteGuard, StepCounts
 from dstrial.loop.run_state import RunState
 from dstrial.loop.sync_point import StopReason, SyncPoints
 from dstrial.ranks.control_channel import timeout_from_environ

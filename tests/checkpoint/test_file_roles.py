@@ -5,9 +5,8 @@ import dataclasses
 import pytest
 from sample_layouts import PLAIN_LAYOUT
 
-from dstrial.checkpoint.file_roles import layouts_of
 from dstrial.checkpoint.layout import Layout, ParameterPlace
-from dstrial.checkpoint.manifest import Manifest
+from dstrial.checkpoint.manifest import Manifest, layouts_of
 from dstrial.checkpoint.summary import count_parameters, own_places, tied_names
 from dstrial.errors import CheckpointError
 

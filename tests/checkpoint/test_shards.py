@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sample_layouts import PLAIN_LAYOUT
 
-from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace
-from dstrial.checkpoint.shards import ShardMap, overlaps, own_shard
+from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace, ShardMap, overlaps, own_shard
 
 
 def place(name: str, numel: int, **where: object) -> ParameterPlace:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from dstrial.checkpoint.file_roles import engine_folder, rank_state_name
 from dstrial.checkpoint.layout import Layout
+from dstrial.checkpoint.manifest import engine_folder, rank_state_name
 from dstrial.engine.checkpoint_reader.safe_load import load_mapped
 from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine
 from dstrial.errors import CheckpointError

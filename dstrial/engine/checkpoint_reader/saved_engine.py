@@ -17,8 +17,16 @@ from typing import Any
 
 import torch
 
-from dstrial.checkpoint.layout import Layout, ParameterPlace, keeps_whole_matrices
-from dstrial.checkpoint.shards import Shard, ShardMap, overlaps, own_shard, positions_in_groups
+from dstrial.checkpoint.layout import (
+    Layout,
+    ParameterPlace,
+    Shard,
+    ShardMap,
+    keeps_whole_matrices,
+    overlaps,
+    own_shard,
+    positions_in_groups,
+)
 from dstrial.engine.checkpoint_reader.safe_load import load_mapped
 from dstrial.engine.parameter_names import plain_name, with_plain_names
 from dstrial.errors import CheckpointDamagedError, CheckpointLayoutError
