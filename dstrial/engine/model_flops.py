@@ -64,7 +64,7 @@ def _grouped_product_flops(left: torch.Tensor, right: torch.Tensor, *_args: Any,
     return int(2 * num * left.shape[-2] * left.shape[-1] * right.shape[-1])
 
 
-def _formulas() -> dict[Any, Callable[..., Any]]:
+def flop_formulas() -> dict[Any, Callable[..., Any]]:
     """Return torch operation -> FLOP formula, with formulas that torch 2.13 lacks."""
     aten, attention = torch.ops.aten, "_scaled_dot_product_flash_attention"
     lacking = {
@@ -99,7 +99,7 @@ class FlopCounter(FlopCounterMode):
 
     def __init__(self) -> None:
         super().__init__(display=False)
-        self.flop_registry = _Formulas(_formulas())
+        self.flop_registry = _Formulas(flop_formulas())
         # Torch's module tracker hooks module inputs, which breaks `torch.autograd.grad` of a leaf.
         self.mod_tracker = contextlib.nullcontext()  # type: ignore[assignment]  # entered and exited, but not used
         self.total = 0.0
