@@ -271,8 +271,8 @@ def _summed(collectives: Sequence[Collective]) -> tuple[Collective, ...]:
     return tuple(Collective(*key, *totals) for key, totals in sums.items())
 
 
-def upper_envelope(lines: Iterable[tuple[float, float]], smallest: float = 1.0) -> tuple[Line, ...]:
-    """Return the lines that are highest at some micro batch size >= ``smallest``.
+def upper_envelope(lines: Iterable[tuple[float, float]]) -> tuple[Line, ...]:
+    """Return the lines that are highest at some micro batch size of at least 1.
 
     ``lines`` are pairs (base, per_record). The result, an upper convex hull, is in order of ascending slope.
     """
@@ -287,10 +287,10 @@ def upper_envelope(lines: Iterable[tuple[float, float]], smallest: float = 1.0) 
             last_base, last_slope = hull[-1]
             # From the crossing on, this line is above the last line.
             crossing = (last_base - base) / (slope - last_slope)
-            start = smallest
+            start = 1.0
             if len(hull) > 1:
                 former_base, former_slope = hull[-2]
-                start = max(smallest, (former_base - last_base) / (last_slope - former_slope))
+                start = max(start, (former_base - last_base) / (last_slope - former_slope))
             if crossing > start:
                 break
             hull.pop()
