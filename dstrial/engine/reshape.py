@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -351,7 +351,5 @@ def _is_same(saved: SavedEngine, target: _Target, key: str, tensor: torch.Tensor
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bits as integers, so that NaN equals itself."""
-    kinds: dict[int, Callable[[], torch.dtype]] = {
-        1: lambda: torch.uint8, 2: lambda: torch.int16, 4: lambda: torch.int32, 8: lambda: torch.int64,
-    }  # fmt: skip
-    return tensor.detach().contiguous().view(kinds[tensor.element_size()]())
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().contiguous().view(kinds[tensor.element_size()])
