@@ -83,6 +83,10 @@ class Flops:
     model: Line
     hardware: Line
 
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Flops:
+        return cls(Line(**value["model"]), Line(**value["hardware"]))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DryRunRequest:
@@ -174,14 +178,13 @@ class ModelTrace:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ModelTrace:
-        flops, tokens = value["flops"], value["tokens"]
         return cls(
             **{
                 **value,
                 "memory": memory_form_from_json(value["memory"]),
-                "activations": Line(**value["activations"]),
-                "flops": Flops(Line(**flops["model"]), Line(**flops["hardware"])),
-                "tokens": None if tokens is None else Line(**tokens),
+                "activations": _line(value["activations"]),
+                "flops": Flops.from_json(value["flops"]),
+                "tokens": _line(value["tokens"]),
                 "bypasses": tuple(value["bypasses"]),
                 "notes": tuple(value["notes"]),
                 "expert_parameters": {int(size): count for size, count in value["expert_parameters"].items()},
@@ -240,7 +243,6 @@ class DryRunResult:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> DryRunResult:
-        flops, tokens, activations = value["flops"], value["tokens"], value.get("activations")
         return cls(
             **{
                 **value,
@@ -248,11 +250,15 @@ class DryRunResult:
                 "host": memory_form_from_json(value["host"]),
                 "inner_collectives": tuple(Collective(**each) for each in value["inner_collectives"]),
                 "last_collectives": tuple(Collective(**each) for each in value["last_collectives"]),
-                "flops": Flops(Line(**flops["model"]), Line(**flops["hardware"])),
-                "tokens": None if tokens is None else Line(**tokens),
-                "activations": None if activations is None else Line(**activations),
+                "flops": Flops.from_json(value["flops"]),
+                "tokens": _line(value["tokens"]),
+                "activations": _line(value.get("activations")),
             }
         )
+
+
+def _line(value: Mapping[str, float] | None) -> Line | None:
+    return None if value is None else Line(**value)
 
 
 def memory_form_from_json(value: Mapping[str, Any]) -> MemoryForm:
