@@ -37,8 +37,7 @@ from dstrial.checkpoint.manifest import (
 )
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.engine.adapters.batch_sizes import recount_micro_batches
-from dstrial.engine.checkpoint_reader.merged_engine import read_for_rank
-from dstrial.engine.checkpoint_reader.open import read_rank_state
+from dstrial.engine.checkpoint_reader.open import read_for_rank, read_rank_state
 from dstrial.engine.checkpoint_reader.safe_load import (
     load,
     may_be_unpickled,
