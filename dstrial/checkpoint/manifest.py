@@ -86,7 +86,7 @@ class Manifest:
     def build(
         cls, *, steps_completed: int, layouts: Sequence[Mapping[str, Any]], files: Mapping[str, FileEntry]
     ) -> Manifest:
-        """Build a manifest of the current time."""
+        """Build a manifest whose creation time is now."""
         created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         return cls(steps_completed, created, tuple(layouts), dict(sorted(files.items())))
 

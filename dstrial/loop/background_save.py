@@ -50,7 +50,7 @@ class SaveStatus:
 
 
 class SaveJob:
-    """Writes and registers one checkpoint whose state is already copied, in a thread.
+    """Writes and registers one checkpoint in a thread; its state is already copied.
 
     Args:
         batches_trained: finished batches when the state was copied.

@@ -147,7 +147,10 @@ class CheckpointSaver:
         return str(uuid)
 
     def _channel(self) -> core.DistributedContext:
-        """Return the saves' channel, created at first use. Ranks: all, collectively."""
+        """Return the control channel on which the ranks' save threads communicate.
+
+        The first call creates the channel. Ranks: all, collectively.
+        """
         distributed = self._state.context.distributed
         if not self._in_background or distributed.size == 1:
             return distributed

@@ -177,7 +177,7 @@ def _svg(title: str, points: Sequence[tuple[float, float]]) -> str:
 
 
 SINKS: tuple[Callable[[], MetricSink], ...] = (TensorBoardSink,)
-"""Constructors of the sinks of every run."""
+"""Constructors of the metric sinks that every run has besides the user's own."""
 
 
 class MetricSinks:

@@ -65,7 +65,7 @@ class NonFiniteGuard:
 
     Args:
         mode: ``fail`` raises an error, ``warn`` logs a warning, ``ignore`` does nothing.
-        patience: number of consecutive bad reports that end or warn.
+        patience: number of consecutive bad reports that cause the error or the warning.
         counts: step counts of every engine before the first batch of this process.
         is_resumed: whether batches were trained before a resume; their losses and steps count as good.
     """

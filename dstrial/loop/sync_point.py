@@ -35,7 +35,7 @@ class StopReason(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SyncResult:
-    """The payloads of all ranks at a sync point, and the reason to stop.
+    """What a rank learns at a sync point: all ranks' payloads, and the reason to stop.
 
     Equal on all ranks. ``stop`` is None if no rank has requested a stop.
     """

@@ -161,7 +161,8 @@ def resumable_slots(
 ) -> Iterator[int]:
     """Yield the numbers of slots, from ``at_most`` down, on which a run can resume.
 
-    ``extents`` is passed to ``resume_problems``.
+    ``at_least`` is the smallest number. ``extents`` has ``pipeline_stages`` and ``model_parallel_size`` of ``data.dstrial``; by
+    default those of the checkpoint.
     """
     for num_slots in range(at_most, max(at_least, 1) - 1, -1):
         if not resume_problems(saved, num_slots=num_slots, extents=extents):
@@ -245,7 +246,10 @@ def _changes_layout(
 
 
 def _changed_type(engine: EngineRecord, config: Mapping[str, Any], section: str) -> str | None:
-    """Return a config's ``section`` type if known and different from the saved one."""
+    """Return the class name in a config's ``section`` if the checkpoint has another class.
+
+    ``section`` is ``optimizer`` or ``scheduler``. None if the classes are equal, or one of them is unknown.
+    """
     kind = given_settings(config).get(section)
     if not engine.given or kind is None or kind == engine.given.get(section):
         return None

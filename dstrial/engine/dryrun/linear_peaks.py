@@ -50,9 +50,9 @@ class Trace:
 
 
 def same_before_update(trace: Trace) -> bool:
-    """Return whether the last two steps of a trace make equally many allocations in order.
+    """Return whether the last two steps of a trace allocate and free in the same order.
 
-    Their sizes may differ. Only events before the optimizer step are compared.
+    The sizes of their allocations may differ. Only events before the optimizer step are compared.
     """
     return _same(_Steps(trace))
 

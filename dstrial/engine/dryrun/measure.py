@@ -39,9 +39,9 @@ class Workload(Protocol):
 
 
 def measure(request: DryRunRequest) -> ModelTrace:
-    """Return what one step at each of the request's two micro batch sizes has needed.
+    """Build a request's engines, and measure a step at each of two micro batch sizes.
 
-    Builds the request's engines in this process. Errors of the workload, of torch and of DeepSpeed propagate; fake tensors do
+    The request names the sizes. Errors of the workload, of torch and of DeepSpeed propagate; fake tensors do
     not support all code.
     """
     low, high = request.micro_batch_sizes
