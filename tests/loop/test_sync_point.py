@@ -16,7 +16,7 @@ class Clock:
         return self.now_s
 
 
-def points_at(seconds_per_batch, total, stop_request=lambda: None, rank_count=1):
+def points_at(seconds_per_batch, total, stop_request=lambda _clock: None):
     clock = Clock()
     points = SyncPoints(core.DummyDistributedContext(), lambda: stop_request(clock), clock)
     points.start(0)
@@ -31,12 +31,8 @@ def points_at(seconds_per_batch, total, stop_request=lambda: None, rank_count=1)
     return agreed
 
 
-def silent(_clock):
-    return None
-
-
 def test_sync_interval_grows_to_five_seconds():
-    agreed = [batches for batches, _ in points_at(0.01, 3000, silent)]
+    agreed = [batches for batches, _ in points_at(0.01, 3000)]
     gaps = [b - a for a, b in zip(agreed, agreed[1:], strict=False)]
     assert agreed[0] == 1
     assert gaps[:2] == [8, 64]
@@ -44,7 +40,7 @@ def test_sync_interval_grows_to_five_seconds():
 
 
 def test_slow_batches_sync_after_every_batch():
-    assert [batches for batches, _ in points_at(20.0, 5, silent)] == [1, 2, 3, 4, 5]
+    assert [batches for batches, _ in points_at(20.0, 5)] == [1, 2, 3, 4, 5]
 
 
 def test_stop_request_stops_after_current_batch():
