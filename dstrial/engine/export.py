@@ -131,9 +131,9 @@ class ModelWeights:
         self.aliases: dict[str, str] = {}
         self.unequal: tuple[str, ...] = ()
         self.specs: tuple[TensorSpec, ...] = ()
-        self._choose(saved)
+        self._select(saved)
 
-    def _choose(self, saved: SavedEngine) -> None:
+    def _select(self, saved: SavedEngine) -> None:
         layout = saved.layout
         if layout.frozen_checksums:
             raise CheckpointLayoutError(
@@ -186,7 +186,7 @@ class AdapterWeights(ModelWeights):
         CheckpointLayoutError: the checkpoint has no adapter.
     """
 
-    def _choose(self, saved: SavedEngine) -> None:
+    def _select(self, saved: SavedEngine) -> None:
         adapter = _adapter(saved)
         self.config: dict[str, Any] = adapter["config"]
         self._sources = {key: name for name, key in adapter["keys"].items()}
@@ -210,9 +210,9 @@ class MergedWeights(ModelWeights):
     Source: PEFT 0.21 ``tuners.lora.layer.Linear.get_delta_weight``.
     """
 
-    def _choose(self, saved: SavedEngine) -> None:
+    def _select(self, saved: SavedEngine) -> None:
         adapter = _adapter(saved)
-        super()._choose(saved)
+        super()._select(saved)
         self._deltas: dict[str, tuple[torch.Tensor, torch.Tensor, bool]] = {}
         for layer, (scaling, is_transposed, name) in adapter["linear"].items():
             factors = [f"{layer}.lora_{factor}.{name}.weight" for factor in "AB"]

@@ -117,7 +117,7 @@ class CheckpointLoader:
             if len(set(sizes)) > 1:
                 source = source // sizes[1] * sizes[0]
             name = rank_state_name(source % saved_size)
-            state: dict[str, Any] = load(path / name, map_location=self._place, trusts_code=trusts)
+            state: dict[str, Any] = load(path / name, map_location=self._map_location, trusts_code=trusts)
             continues = state["trial_id"] == self._state.trial_id
             is_reshaped = self._must_reshape(path, saved, now)
             if continues:
@@ -244,7 +244,7 @@ class CheckpointLoader:
             self._state.context.models[engine_idx], saved[engine_idx], now[engine_idx], extras
         )
 
-    def _place(self, storage: Any, location: str) -> Any:
+    def _map_location(self, storage: Any, location: str) -> Any:
         """Move an accelerator tensor's storage to this rank's device (``map_location``)."""
         if location == "cpu":
             return storage
@@ -383,7 +383,7 @@ def trusts_code(
     """
     distributed = context.distributed
     pickles = sorted(name for name in names if may_be_unpickled(name))
-    strays = _strays(root, names)
+    strays = _files_not_in_manifest(root, names)
     mine = share_of(pickles, distributed.local_rank, distributed.local_size)
     mine = [*mine, *share_of(strays, distributed.local_rank, distributed.local_size)]
     found: dict[str, tuple[str, ...]] = {}
@@ -414,7 +414,7 @@ def trusts_code(
     return True
 
 
-def _strays(root: pathlib.Path, listed: Sequence[str]) -> list[str]:
+def _files_not_in_manifest(root: pathlib.Path, listed: Sequence[str]) -> list[str]:
     """Return files that the manifest does not list and a resume might unpickle."""
     if not (root / MANIFEST_NAME).is_file():
         return []

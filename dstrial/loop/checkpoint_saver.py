@@ -221,7 +221,7 @@ class CheckpointSaver:
             self._state.trial.save(self._state.context, path)
             return
         for engine_idx, engine in enumerate(self._state.context.models):
-            copy_engine(engine, path, f"model{engine_idx}", copies)
+            copy_engine(engine, path, self._state.trial._engine_tag(engine_idx), copies)
 
     def _configuration(self) -> str:
         load_data = {

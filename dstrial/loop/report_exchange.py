@@ -317,8 +317,8 @@ class ReportExchange:
         error = self.writer.take_error()
         if error is not None:
             raise error
-        told = [(rank, text) for rank, text in enumerate(failures) if text is not None]
-        raise sync_point.peer_failed("the writing of a report", told)
+        failed = [(rank, text) for rank, text in enumerate(failures) if text is not None]
+        raise sync_point.peer_failed("the writing of a report", failed)
 
 
 def _require_searcher_metric(metrics: Mapping[str, Any], name: str | None) -> None:

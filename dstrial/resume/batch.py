@@ -55,9 +55,11 @@ def keep_batch(
         if given[1] is not None or given != given_sizes(saved.given):
             return own
     elif given[0] != wanted and not is_same and any(size is not None for size in given):
-        raise ConfigError([_another_batch(places, given, own, saved, data_parallel_size, checkpoint)])
+        raise ConfigError([_changed_batch_problem(places, given, own, saved, data_parallel_size, checkpoint)])
     if wanted % data_parallel_size:
-        raise ConfigError([_undivided(places, saved, data_parallel_size, checkpoint, ranks_per_replica)])
+        raise ConfigError(
+            [_indivisible_batch_problem(places, saved, data_parallel_size, checkpoint, ranks_per_replica)]
+        )
     micro = _largest_divisor(wanted // data_parallel_size, limit)
     return BatchSolution(
         wanted,
@@ -119,7 +121,7 @@ def _largest_divisor(number: int, limit: int) -> int:
     return next(size for size in range(max(min(limit, number), 1), 0, -1) if number % size == 0)
 
 
-def _undivided(
+def _indivisible_batch_problem(
     places: Mapping[str, str],
     saved: EngineRecord,
     data_parallel_size: int,
@@ -141,7 +143,7 @@ def _undivided(
     )
 
 
-def _another_batch(
+def _changed_batch_problem(
     places: Mapping[str, str],
     given: tuple[int | None, int | None, int | None],
     own: BatchSolution | None,

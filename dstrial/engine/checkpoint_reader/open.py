@@ -171,7 +171,7 @@ def optimizer_summary(saved: SavedEngine) -> dict[str, Any]:
     loss_scale = scale.get("cur_scale")
     if saved.layout.precision != "fp16":
         loss_scale = None  # some wrappers save a constant 1
-    owned = [name for name in saved.places if saved.is_optimized(name)]
+    owned = [name for name in saved.places if saved.place(name).group_idx is not None]
     steps = {float(saved.scalars(name)["step"]) for name in owned if "step" in saved.scalars(name)}
     scheduler = counters["lr_scheduler"]
     # Pipeline stages often have parameter groups with equal settings.

@@ -114,9 +114,6 @@ class SavedEngine:
         """Return whether the files have a parameter's weights; frozen ones may be left out."""
         return name not in self._places or self.place(name).name not in self.layout.frozen_checksums
 
-    def is_optimized(self, name: str) -> bool:
-        return self.place(name).group_idx is not None
-
     def state_keys(self, name: str) -> list[str]:
         """Return the keys of optimizer state with one value per element of a parameter.
 

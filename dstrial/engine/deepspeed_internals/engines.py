@@ -304,7 +304,7 @@ def pipeline_buffers(engine: DeepSpeedEngine) -> list[Any]:
 
 
 def steps_next(engine: DeepSpeedEngine) -> bool:
-    """Return whether the engine's next ``step`` call updates the weights.
+    """Return whether the engine's next ``step`` call runs the optimizer.
 
     Always True for a pipeline, whose ``is_gradient_accumulation_boundary`` is valid only inside a step
     (``_force_grad_boundary``, ``runtime/pipe/engine.py:659``).
