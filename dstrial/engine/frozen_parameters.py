@@ -65,7 +65,7 @@ def without_frozen(
 
 
 def require_same_frozen(saved: Layout, built: Mapping[str, str]) -> None:
-    """Raise CheckpointLayoutError if a frozen parameter has other bits than when saved.
+    """Raise CheckpointLayoutError if frozen parameters differ from those when saved.
 
     ``saved`` is the checkpoint's layout. ``built`` maps names to checksums of the frozen parameters that the model now has.
     """

@@ -14,7 +14,7 @@ def available_bytes(
     own_cgroups: pathlib.Path = _OWN_CGROUPS,
     cgroup_root: pathlib.Path = _CGROUP_ROOT,
 ) -> int | None:
-    """Return the bytes that this process can allocate without swapping; None if unknown.
+    """Return the bytes that this process can allocate without swap; None if unknown.
 
     This is the minimum of the kernel's estimate for the machine and of the unused part of each cgroup limit of this process. A
     cgroup's inactive page cache counts as unused.

@@ -165,7 +165,7 @@ def run_ranks(
 def _stalls_watched(
     ranks: _Ranks, supervisor: Supervisor, settings: StallSettings, print_line: Callable[[str], None]
 ) -> Iterator[None]:
-    """Watch the ranks' heartbeats inside the block; print stalls, and end stalled ranks.
+    """Watch the ranks' heartbeats inside the block; print stalls, end stalled ranks.
 
     A no-op if the ranks write no heartbeats.
     """

@@ -1,4 +1,4 @@
-"""Complete checkpoint saves in a background thread, after all queued metric reports.
+"""Complete checkpoint saves in a background thread, after queued metric reports.
 
 Determined's client sends metrics from a queue, but registers checkpoints at once. A checkpoint is therefore registered only
 after all queued metrics were sent; otherwise, if the process died, the master could have a checkpoint without its metrics.

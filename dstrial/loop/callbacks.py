@@ -14,7 +14,7 @@ logger = logging.getLogger("dstrial.loop")
 
 
 class Callbacks:
-    """Calls a method of all of the user's callbacks, in the order of ``build_callbacks``.
+    """Calls a method of all user callbacks, in the order of ``build_callbacks``.
 
     Args:
         callbacks: name -> callback; the names are the keys of the callbacks' states in checkpoints.

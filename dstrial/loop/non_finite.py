@@ -1,4 +1,4 @@
-"""Detect training that makes no progress: NaN losses or weights, no optimizer steps.
+"""Detect training without progress: NaN losses or weights, no optimizer steps.
 
 At a report all ranks have the same losses and step counts, so that they decide equally without communication.
 """

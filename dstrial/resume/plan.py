@@ -246,7 +246,7 @@ def _changes_layout(
 
 
 def _changed_type(engine: EngineRecord, config: Mapping[str, Any], section: str) -> str | None:
-    """Return the class name in a config's ``section`` if the checkpoint has another class.
+    """Return the class name in a config's ``section`` if the checkpoint has another.
 
     ``section`` is ``optimizer`` or ``scheduler``. None if the classes are equal, or one of them is unknown.
     """

@@ -134,7 +134,7 @@ class MergedEngine(SavedEngine):
 
 
 def folder_in(root: str | pathlib.Path, engine_idx: int) -> str:
-    """Return the folder (DeepSpeed tag) of an engine's files in the directory ``root``."""
+    """Return the folder (DeepSpeed tag) of an engine's files in checkpoint ``root``."""
     path = pathlib.Path(root)
     return engine_folder((found.relative_to(path).as_posix() for found in path.glob("*/*")), engine_idx)
 

@@ -135,7 +135,7 @@ def _shown(names: list[str]) -> str:
 
 
 def contents_of(path: pathlib.Path) -> PickleContents:
-    """Return which classes and functions a file's pickles name, importing none of them.
+    """Return which classes and functions a file's pickles name, without importing.
 
     If the file is not a pickle, the result is empty. If the scan of a pickle fails, the names before the failure are returned.
     """

@@ -111,7 +111,7 @@ class SavedEngine:
         return place if place.tied_to in (None, name) else self.place(place.tied_to)
 
     def holds(self, name: str) -> bool:
-        """Return whether the files have a parameter's weights; frozen ones may be left out."""
+        """Return whether the files have a parameter's weights; frozen ones may be absent."""
         return name not in self._places or self.place(name).name not in self.layout.frozen_checksums
 
     def state_keys(self, name: str) -> list[str]:

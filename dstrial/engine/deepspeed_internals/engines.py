@@ -278,7 +278,7 @@ The recomputation is in ``CheckpointFunction.backward`` and ``checkpoint_unpack`
 
 
 def compute_dtype(engine: DeepSpeedEngine) -> torch.dtype:
-    """Return the dtype of an engine's matrix products: that of autocast or of the weights.
+    """Return the dtype of an engine's matrix products: autocast's or the weights'.
 
     Source: ``torch_autocast_enabled`` and ``torch_autocast_dtype``, ``runtime/engine.py:1687``; 0.19.0 has both.
     """

@@ -120,7 +120,7 @@ def flat_masters(optimizer: Any) -> list[torch.Tensor] | None:
 
 
 def own_masters(optimizer: Any) -> list[list[torch.Tensor]] | None:
-    """Return the master weights of ``FP16_UnfusedOptimizer``, a list per parameter group.
+    """Return ``FP16_UnfusedOptimizer``'s master weights, a list per parameter group.
 
     None for other optimizers, which have none or have flat buffers.
     """

@@ -67,7 +67,7 @@ def _error(error: Exception, is_real: bool, limit_bytes: int | None) -> str:
 
 
 def limit_memory(free_bytes: int | None = None) -> int | None:
-    """Limit this process's memory to 90 % of ``free_bytes``; return the limit in bytes.
+    """Limit this process's memory to 90 % of ``free_bytes``; return the limit, bytes.
 
     Allocations then fail with an error before the kernel kills the process. ``free_bytes`` is by default the machine's free
     memory. If the free memory is unknown, there is no limit, and the result is None.

@@ -50,7 +50,7 @@ class Trace:
 
 
 def same_before_update(trace: Trace) -> bool:
-    """Return whether the last two steps of a trace allocate and free in the same order.
+    """Return whether the last two steps of a trace allocate and free in equal order.
 
     The sizes of their allocations may differ. Only events before the optimizer step are compared.
     """

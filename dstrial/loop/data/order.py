@@ -129,7 +129,7 @@ def epoch_order(sampler: Any, num_records: int, seed: int) -> EpochOrder:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchGeometry:
-    """Sizes of a global batch, which all replicas train together in one optimizer step."""
+    """Sizes of a global batch, which all replicas train together in one step."""
 
     records_per_micro_batch: int
     micro_batches_per_batch: int
