@@ -291,7 +291,10 @@ class TrainingLoop:
             self._instruments.switch(True)
 
     def _handle_events(self, found: set[Boundary]) -> StopReason | None:
-        """Execute the due actions; return why to stop, or None. Ranks: all, collectively."""
+        """Execute the actions that are due after a batch; return why to stop, or None.
+
+        Ranks: all, collectively.
+        """
         progress = self._progress
         if self._instruments is not None:
             self._instruments.switch(False)
@@ -410,7 +413,10 @@ class TrainingLoop:
             self._core.train.set_status("training")
 
     def _validate_and_report(self, validation: Validation) -> bool:
-        """Validate and report; return whether to checkpoint. Ranks: all, collectively."""
+        """Validate and report the metrics; return whether the policy wants a checkpoint.
+
+        Ranks: all, collectively.
+        """
         progress = self._progress
         if self._is_chief:
             self._core.train.set_status("validating")

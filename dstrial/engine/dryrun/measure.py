@@ -1,4 +1,4 @@
-"""Train a workload at two micro batch sizes, and return the result of the dry run."""
+"""Train a request's engines at two micro batch sizes; return a dry run's result."""
 
 from __future__ import annotations
 
