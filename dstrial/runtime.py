@@ -121,6 +121,7 @@ def core_context(
 
 
 def _shortened(record: logging.LogRecord) -> bool:
+    """Shorten Determined's log line of a report; return True, which keeps the line."""
     message = record.getMessage()
     if len(message) > _LONGEST_LINE and message.startswith("report_"):
         record.msg, record.args = f"{message[:_LONGEST_LINE]} …", ()
@@ -135,9 +136,10 @@ def process_runtime(
     distributed: core.DistributedContext | None,
     defers_signals: bool = False,
 ) -> Iterator[ProcessRuntime]:
-    """Like :func:`core_context`, but yield a ``ProcessRuntime``.
+    """Yield the core context, ranks, device and config of this training process.
 
-    With ``defers_signals``, stop signals end the process until the caller calls ``signals.listen()``. Ranks: all, collectively.
+    The arguments and the set-up are those of :func:`core_context`. With ``defers_signals``, stop signals end the process until
+    the caller calls ``signals.listen()``. Ranks: all, collectively.
     """
     if os.environ.get(RUN_DIR_VARIABLE):
         # The launcher or ``dstrial run`` prints each report of the run directory; Determined logs each one, too.
@@ -157,26 +159,7 @@ def process_runtime(
         is_own = False
         if info is not None:
             exp_conf = info.trial._config
-            storage = external_storage(exp_conf)
-            require_storage(channel, storage)
-            made = core.init(
-                distributed=channel,
-                preempt_mode=core.PreemptMode.ChiefOnly,
-                tensorboard_mode=core.TensorboardMode.MANUAL,
-            )
-            manager = None
-            if storage is not None and is_object_storage(storage):
-                # The master deletes the temporary directory when the trial's processes have ended.
-                scratch = pathlib.Path(tempfile.gettempdir(), "dstrial-checkpoints")
-                manager = ObjectStorageManager(storage, scratch, None, is_chief=channel.rank == 0)
-            made.checkpoint = NodeCheckpointContext.of_cluster(made.checkpoint, manager)
-            sink = _ClusterSystemMetrics(made, info, channel.cross_rank)
-            made.profiler = local_context.NodeProfiler(info.agent_id, channel, sink)
-            if os.environ.get(RUN_DIR_VARIABLE):
-                kept = RunDirectory.open(os.environ[RUN_DIR_VARIABLE])
-                mirrored = mirror(made, kept, exp_conf or {})
-                stack.callback(remove_tensorboard_directories, made, kept)
-                stack.callback(mirrored.flush_progress)
+            made = _context_of_master(info, channel, stack)
         else:
             directory, is_own = _run_directory(run_dir, exp_conf, channel)
             own_run = directory if is_own and channel.rank == 0 else None
@@ -193,6 +176,38 @@ def process_runtime(
         found = ProcessRuntime(made, channel, device, signals, info, exp_conf, own_run, is_own)
         setattr(made, RUNTIME_ATTRIBUTE, found)
         yield found
+
+
+def _context_of_master(
+    info: Any, channel: core.DistributedContext, stack: contextlib.ExitStack
+) -> core.Context:
+    """Return the core context of a trial under a master, not yet entered.
+
+    Under ``dstrial run``, it also writes to a run directory, which ``stack`` completes. ``info`` is Determined's cluster info.
+    Ranks: all, collectively.
+    """
+    exp_conf = info.trial._config
+    storage = external_storage(exp_conf)
+    require_storage(channel, storage)
+    made = core.init(
+        distributed=channel,
+        preempt_mode=core.PreemptMode.ChiefOnly,
+        tensorboard_mode=core.TensorboardMode.MANUAL,
+    )
+    manager = None
+    if storage is not None and is_object_storage(storage):
+        # The master deletes the temporary directory when the trial's processes have ended.
+        scratch = pathlib.Path(tempfile.gettempdir(), "dstrial-checkpoints")
+        manager = ObjectStorageManager(storage, scratch, None, is_chief=channel.rank == 0)
+    made.checkpoint = NodeCheckpointContext.of_cluster(made.checkpoint, manager)
+    sink = _ClusterSystemMetrics(made, info, channel.cross_rank)
+    made.profiler = local_context.NodeProfiler(info.agent_id, channel, sink)
+    if os.environ.get(RUN_DIR_VARIABLE):
+        kept = RunDirectory.open(os.environ[RUN_DIR_VARIABLE])
+        mirrored = mirror(made, kept, exp_conf or {})
+        stack.callback(remove_tensorboard_directories, made, kept)
+        stack.callback(mirrored.flush_progress)
+    return made
 
 
 def _end_process_group(kind: type[BaseException] | None, world_size: int) -> bool:

@@ -26,9 +26,8 @@ from dstrial.local.run_directory import REWRITE_VARIABLE, RUN_DIR_VARIABLE, TEST
 from dstrial.local.script_variables import AROUND_FIT_KEY, measuring_hyperparameters
 from dstrial.loggers.run_loggers import RunLoggers, loggers_of
 from dstrial.loop.boundaries import FitResult, LoopSettings, searcher_length, train_unit
-from dstrial.loop.live_progress import LiveProgress
 from dstrial.loop.loop import TrainingLoop, exits_refused, require_engine
-from dstrial.loop.metric_sinks import MetricSink
+from dstrial.loop.metric_sinks import LiveProgress, MetricSink
 from dstrial.loop.sync_point import StopReason
 from dstrial.ranks.identity import identify
 from dstrial.ranks.startup_phase import begin_phase, end_phases

@@ -1,11 +1,11 @@
-"""A sample layout and saved run that tests change with ``dataclasses.replace``."""
+"""A sample layout, parameter and saved run, changed with ``dataclasses.replace``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.checkpoint.layout import Layout
+from dstrial.checkpoint.layout import Layout, ParameterPlace
 from dstrial.resume.metadata import EngineRecord, SavedRun
 
 PLAIN_LAYOUT = Layout(
@@ -29,6 +29,23 @@ PLAIN_LAYOUT = Layout(
     parameters=(),
 )
 """Plain data parallelism: 4 ranks, ZeRO 1, Adam, 24 records a batch."""
+
+
+PLACE = ParameterPlace(
+    name="weight",
+    shape=(4, 3),
+    dtype="float32",
+    trainable=True,
+    group_idx=0,
+    tied_to=None,
+    stage=0,
+    model_part=0,
+    is_cut=False,
+    buffer_idx=None,
+    offset=0,
+    partition_numel=None,
+)
+"""A trained parameter without a flat buffer."""
 
 
 def plain_saved_run(

@@ -27,7 +27,7 @@ logger = logging.getLogger("dstrial.checkpoint")
 SIGNATURE_KEY = "signature"
 """Key of the signature, at the top level of a manifest."""
 
-_NUM_BYTES = 32
+_NUM_BYTES = 32  # length of the secret
 
 
 def key_path() -> pathlib.Path:

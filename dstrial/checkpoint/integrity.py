@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from dstrial.checkpoint.completion_marker import MARKER_NAME, is_complete, read_marker
-from dstrial.checkpoint.file_roles import layouts_of, rank_state_name
 from dstrial.checkpoint.manifest import (
     MANIFEST_NAME,
     METADATA_NAME,
     FileEntry,
     Manifest,
     hash_file,
+    layouts_of,
+    rank_state_name,
     read_manifest,
     share_of,
 )

@@ -1,4 +1,4 @@
-"""Write and read a checkpoint's manifest: its files, their checksums, and layouts."""
+"""Name a checkpoint's files; write and read the manifest: checksums and layouts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from dstrial import __version__
 from dstrial.checkpoint import checksum
 from dstrial.checkpoint.checksum import CHECKSUM_KEY, is_intact, with_checksum
+from dstrial.checkpoint.layout import Layout
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 from dstrial.resume.metadata import EngineRecord, SavedRun
 
@@ -30,10 +33,33 @@ FORMAT = 1
 """Version of the manifest's format that this release writes; later versions are rejected."""
 
 _CHUNK_BYTES = 1 << 20
+_ENGINE_FILE = re.compile(r"(model(\d+)|pytorch_model(?:_(\d+))?|global_step\d+)/.+")
+
+
+def rank_state_name(rank: int) -> str:
+    """Return the name of the file with a rank's counters and random states."""
+    return f"dstrial_rank{rank}.pt"
+
+
+def engine_folder(paths: Iterable[str], engine_idx: int) -> str:
+    """Return the folder (DeepSpeed tag) that has an engine's files in a checkpoint.
+
+    ``DeepSpeedTrial.save`` writes engine *i* to ``model<i>``, Accelerate to ``pytorch_model`` or ``pytorch_model_<i>``, the
+    Hugging Face Trainer to ``global_step<n>``. The default is ``model<i>``. ``paths`` are the checkpoint's files.
+
+    Source: accelerate 1.15 ``Accelerator.save_state``; transformers 5.23 ``Trainer._save_checkpoint``.
+    """
+    for path in sorted(paths):
+        found = _ENGINE_FILE.fullmatch(path)
+        if found is not None and int(found[2] or found[3] or 0) == engine_idx:
+            return found[1]
+    return f"model{engine_idx}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileEntry:
+    """A file's size in bytes and its hexadecimal SHA-256."""
+
     num_bytes: int
     sha256: str
 
@@ -60,7 +86,7 @@ class Manifest:
     def build(
         cls, *, steps_completed: int, layouts: Sequence[Mapping[str, Any]], files: Mapping[str, FileEntry]
     ) -> Manifest:
-        """Build a manifest of the current time."""
+        """Build a manifest whose creation time is now."""
         created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         return cls(steps_completed, created, tuple(layouts), dict(sorted(files.items())))
 
@@ -118,6 +144,30 @@ def read_manifest(root: str | os.PathLike[str]) -> Manifest:
     if not is_intact(values):
         raise _damaged(path, "not the content that its own checksum has")
     return _manifest_of(path, values)
+
+
+def layouts_of(manifest: Manifest, root: str | os.PathLike[str]) -> tuple[Layout, ...]:
+    """Return each engine's layout from a manifest.
+
+    Raises:
+        CheckpointError: the layouts are of another release; the message names ``root``.
+        CheckpointDamagedError: a layout names a folder outside of the checkpoint.
+    """
+    try:
+        layouts = tuple(Layout.from_json(values) for values in manifest.layouts)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"checkpoint {root} describes its layout in another form ({error}); expected that of dstrial "
+            f"{__version__}. Use the release that wrote it."
+        ) from error
+    for layout in layouts:
+        folder = pathlib.PurePosixPath(layout.folder)
+        if folder.is_absolute() or ".." in folder.parts:
+            raise CheckpointDamagedError(
+                f"checkpoint {root} has an engine in {layout.folder!r}, outside of the checkpoint; expected a folder of it. Use "
+                "another checkpoint."
+            )
+    return layouts
 
 
 def read_saved_run(root: str | os.PathLike[str]) -> SavedRun:
@@ -195,7 +245,7 @@ def hash_file(path: str | os.PathLike[str], on_bytes: Callable[[int], None] | No
 
 
 def share_of(files: Sequence[str], part: int, parts: int) -> list[str]:
-    """Return the files for rank ``part`` of ``parts`` ranks: every ``parts``-th file."""
+    """Return the files that rank ``part`` handles if ``parts`` ranks divide the work."""
     return list(files[part::parts])
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from dstrial import object_storage
 from dstrial.checkpoint.completion_marker import MARKER_NAME, is_uuid
-from dstrial.checkpoint.file_roles import layouts_of
 from dstrial.checkpoint.integrity import verify_files
 from dstrial.checkpoint.layout import Layout
 from dstrial.checkpoint.manifest import (
@@ -23,6 +22,7 @@ from dstrial.checkpoint.manifest import (
     Manifest,
     hash_file,
     is_own_manifest,
+    layouts_of,
     read_manifest,
 )
 from dstrial.cli.streams import det_for

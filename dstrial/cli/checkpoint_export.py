@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dstrial.checkpoint.file_roles import engine_folder, rank_state_name
 from dstrial.checkpoint.integrity import damaged_error, verify_files
+from dstrial.checkpoint.manifest import engine_folder, rank_state_name
 from dstrial.cli.checkpoint import (
     CheckpointSource,
     OpenCheckpoint,

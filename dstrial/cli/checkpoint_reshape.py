@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrial.checkpoint.file_roles import layouts_of
 from dstrial.checkpoint.layout import Layout
-from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file, read_manifest, read_saved_run
+from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file, layouts_of, read_manifest, read_saved_run
 from dstrial.checkpoint.summary import configuration_of
 from dstrial.cli.checkpoint import (
     CheckpointSource,

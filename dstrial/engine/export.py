@@ -27,7 +27,7 @@ from dstrial.checkpoint.summary import own_places, tied_names
 from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine
 from dstrial.errors import CheckpointLayoutError
 
-_BUFFER_NUMEL = 4 << 20
+_BUFFER_NUMEL = 4 << 20  # elements that are converted and written at a time
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -64,7 +64,10 @@ class TensorSpec:
 
 
 def in_file_order(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Sort tensors stably by element size, largest first, so that each is aligned."""
+    """Return tensors sorted by element size, largest first, so that each is aligned.
+
+    Tensors with equal element sizes keep their order.
+    """
     return sorted(specs, key=lambda spec: -DTYPES[spec.dtype].itemsize)
 
 
@@ -128,9 +131,9 @@ class ModelWeights:
         self.aliases: dict[str, str] = {}
         self.unequal: tuple[str, ...] = ()
         self.specs: tuple[TensorSpec, ...] = ()
-        self._choose(saved)
+        self._select(saved)
 
-    def _choose(self, saved: SavedEngine) -> None:
+    def _select(self, saved: SavedEngine) -> None:
         layout = saved.layout
         if layout.frozen_checksums:
             raise CheckpointLayoutError(
@@ -183,7 +186,7 @@ class AdapterWeights(ModelWeights):
         CheckpointLayoutError: the checkpoint has no adapter.
     """
 
-    def _choose(self, saved: SavedEngine) -> None:
+    def _select(self, saved: SavedEngine) -> None:
         adapter = _adapter(saved)
         self.config: dict[str, Any] = adapter["config"]
         self._sources = {key: name for name, key in adapter["keys"].items()}
@@ -207,9 +210,9 @@ class MergedWeights(ModelWeights):
     Source: PEFT 0.21 ``tuners.lora.layer.Linear.get_delta_weight``.
     """
 
-    def _choose(self, saved: SavedEngine) -> None:
+    def _select(self, saved: SavedEngine) -> None:
         adapter = _adapter(saved)
-        super()._choose(saved)
+        super()._select(saved)
         self._deltas: dict[str, tuple[torch.Tensor, torch.Tensor, bool]] = {}
         for layer, (scaling, is_transposed, name) in adapter["linear"].items():
             factors = [f"{layer}.lora_{factor}.{name}.weight" for factor in "AB"]
@@ -245,7 +248,10 @@ class MergedWeights(ModelWeights):
             )
 
     def _untie(self, saved_specs: Mapping[str, TensorSpec]) -> Iterator[TensorSpec]:
-        """Yield an entry for each tied weight that merging makes differ from its owner."""
+        """Yield an entry for each tied weight that differs from its owner once merged.
+
+        The owner is the weight with which a tied weight shares its storage in the checkpoint.
+        """
         # LoRA changes one of two tied layers, ``modules_to_save`` replaces one. Names of other tied weights stay in ``aliases``.
         tied, self.aliases = self.aliases, {}
         for alias, owner in tied.items():

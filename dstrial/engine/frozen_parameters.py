@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine, PipelineEngine
 
-from dstrial.checkpoint.layout import Layout
-from dstrial.checkpoint.shards import own_shard
+from dstrial.checkpoint.layout import Layout, own_shard
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.engine.deepspeed_internals import engines, optimizers
 from dstrial.engine.parameter_names import named_parameters
@@ -25,7 +24,7 @@ from dstrial.errors import CheckpointLayoutError, TrialContractError
 SAVE_KEY = "save_frozen_parameters"
 """Key of ``data.dstrial``: whether checkpoints hold frozen parameters."""
 
-_PIECE_NUMEL = 1 << 22
+_PIECE_NUMEL = 1 << 22  # elements converted to int64 at a time
 _MIXER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd multiplier that gives each position another weight
 
 
@@ -34,7 +33,7 @@ def leaves_out_frozen(exp_conf: Mapping[str, Any] | None) -> bool:
 
 
 def leave_out_frozen(engine: DeepSpeedEngine) -> None:
-    """Make ``save_checkpoint`` leave out frozen parameters by default."""
+    """Make an engine's ``save_checkpoint`` leave out frozen parameters."""
     if isinstance(engine, PipelineEngine):
         raise TrialContractError(
             f"data.dstrial.{SAVE_KEY} is false, and the engine is a pipeline, whose layers are read from their own files; "
@@ -47,7 +46,7 @@ def leave_out_frozen(engine: DeepSpeedEngine) -> None:
 def without_frozen(
     engine: DeepSpeedEngine, saved: Layout, now: Layout, allgather: Callable[[Any], list[Any]]
 ) -> Iterator[None]:
-    """Inside the block, ``load_checkpoint`` accepts missing frozen parameters.
+    """Make ``load_checkpoint`` accept missing frozen parameters inside the block.
 
     A no-op if the checkpoint holds frozen parameters. ``saved`` and ``now`` are the layouts of the checkpoint and of the engine.
     The caller must have compared trained parameters, because ``load_checkpoint`` then checks no names.
@@ -66,6 +65,10 @@ def without_frozen(
 
 
 def require_same_frozen(saved: Layout, built: Mapping[str, str]) -> None:
+    """Raise CheckpointLayoutError if frozen parameters differ from those when saved.
+
+    ``saved`` is the checkpoint's layout. ``built`` maps names to checksums of the frozen parameters that the model now has.
+    """
     wrong = [name for name, value in saved.frozen_checksums.items() if built.get(name) != value]
     if wrong:
         raise CheckpointLayoutError(

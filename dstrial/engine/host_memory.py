@@ -14,10 +14,10 @@ def available_bytes(
     own_cgroups: pathlib.Path = _OWN_CGROUPS,
     cgroup_root: pathlib.Path = _CGROUP_ROOT,
 ) -> int | None:
-    """Return the bytes that this process can allocate without swapping, or None.
+    """Return the bytes that this process can allocate without swap; None if unknown.
 
     This is the minimum of the kernel's estimate for the machine and of the unused part of each cgroup limit of this process. A
-    cgroup's inactive page cache counts as unused. None means unknown.
+    cgroup's inactive page cache counts as unused.
 
     Source: ``man 5 proc`` (MemAvailable); the kernel's documentation of cgroup v2.
     """

@@ -14,8 +14,11 @@ from dstrial.engine.deepspeed_internals import engines as engines_of_deepspeed
 from dstrial.engine.deepspeed_internals import optimizers
 
 PARTS = ("parameters", "gradients", "optimizer", "buffers")
+"""Parts of an engine's memory that can be measured at any time, see ``memory_parts``."""
+
 ACTIVATIONS = "activations"
 ALL_PARTS = ("parameters", "gradients", "optimizer", ACTIVATIONS, "buffers")
+"""All parts of an engine's memory, in the order in which they are shown."""
 
 _MAX_OBJECTS = 1_000_000  # maximum number of objects that ``_tensors`` inspects
 

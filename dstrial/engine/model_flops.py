@@ -1,4 +1,4 @@
-"""Count the FLOPs of a call by operation; recomputed FLOPs are counted separately.
+"""Count the FLOPs of torch operations, and those of recomputation separately.
 
 Counting does not change training results. The count is marked as unknown if an operation has no formula, or if a compiler or
 fused kernel hides operations from torch's dispatcher. Only activation checkpointing counts as recomputation; recomputed values
@@ -64,8 +64,8 @@ def _grouped_product_flops(left: torch.Tensor, right: torch.Tensor, *_args: Any,
     return int(2 * num * left.shape[-2] * left.shape[-1] * right.shape[-1])
 
 
-def _formulas() -> dict[Any, Callable[..., Any]]:
-    """Return formula by operation: torch's, and those that torch 2.13 lacks."""
+def flop_formulas() -> dict[Any, Callable[..., Any]]:
+    """Return torch operation -> FLOP formula, with formulas that torch 2.13 lacks."""
     aten, attention = torch.ops.aten, "_scaled_dot_product_flash_attention"
     lacking = {
         f"{attention}_for_cpu": flop_registry[getattr(aten, attention)],
@@ -78,7 +78,7 @@ def _formulas() -> dict[Any, Callable[..., Any]]:
 
 
 class _Formulas(dict[Any, Callable[..., Any]]):
-    """FLOP formulas; ``in`` is true for operations with a kernel of their own."""
+    """Operation -> FLOP formula; ``in`` is true for every operation with a kernel."""
 
     # ``FlopCounterMode`` decomposes operations that are not in its formulas. The parts of an operation such as the
     # backward of SiLU round differently than its kernel, so counting would change what a batch trains.
@@ -99,7 +99,7 @@ class FlopCounter(FlopCounterMode):
 
     def __init__(self) -> None:
         super().__init__(display=False)
-        self.flop_registry = _Formulas(_formulas())
+        self.flop_registry = _Formulas(flop_formulas())
         # Torch's module tracker hooks module inputs, which breaks `torch.autograd.grad` of a leaf.
         self.mod_tracker = contextlib.nullcontext()  # type: ignore[assignment]  # entered and exited, but not used
         self.total = 0.0
@@ -113,7 +113,7 @@ class FlopCounter(FlopCounterMode):
         return self
 
     def paused(self, call: Callable[[], ResultT]) -> ResultT:
-        """Execute a call without counting it, such as an optimizer's step."""
+        """Return the result of ``call()``, whose operations are not counted."""
         before, self._is_paused = self._is_paused, True
         try:
             return call()
@@ -147,7 +147,7 @@ class FlopCounter(FlopCounterMode):
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Return whether ``torch.compile`` was applied, which hides operations."""
+    """Return whether ``torch.compile`` was applied to a module."""
     if getattr(module, "_compiled_call_impl", None) is not None:
         return True
     # Importing torch's compiler is slower than the rest of torch. If the compiler is not imported, nothing has been compiled.
@@ -182,9 +182,9 @@ not count as recomputation.
 
 
 def is_recomputed() -> bool:
-    """Return whether the current operation, in a backward pass, is a recomputation.
+    """Return whether the running operation recomputes a checkpointed activation.
 
-    Takes some microseconds, because all functions on this thread's stack are inspected.
+    Call it only during a backward pass. It takes some microseconds, because it inspects all functions on this thread's stack.
     """
     frame: FrameType | None = sys._getframe(1)
     called = ""  # module of the function that this frame called

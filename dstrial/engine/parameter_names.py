@@ -13,6 +13,7 @@ _NAMED = ("module", "frozen_param_fragments")  # entries of DeepSpeed's model fi
 
 
 def plain_name(name: str) -> str:
+    """Return a parameter's or buffer's name without ``torch.compile``'s prefix."""
     return ".".join(part for part in name.split(".") if part != _WRAPPER)
 
 

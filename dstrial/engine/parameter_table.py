@@ -1,4 +1,4 @@
-"""Build the layout of a live engine: the location of each parameter."""
+"""Build the layout of a running engine: where each parameter's elements are."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _offload_device(offload: Any) -> str:
 
 
 def _slots(engine: DeepSpeedEngine, part: int) -> tuple[dict[int, _Slot], list[FlatBuffer]]:
-    """Return ``id(parameter)`` -> location in the optimizer, and the flat buffers."""
+    """Return (``id(parameter)`` -> place in the optimizer, list of its flat buffers)."""
     sub_groups = optimizers.sub_groups(engine.optimizer)
     flat = optimizers.flat_groups(engine.optimizer)
     groups: Iterable[Sequence[Any]]
@@ -145,7 +145,7 @@ def _places(engine: DeepSpeedEngine, part: int, slots: dict[int, _Slot], stage: 
 
 
 def _tied_across_parts(places: Iterable[ParameterPlace]) -> Iterable[ParameterPlace]:
-    """Yield ``places``; set ``tied_to`` of a tied layer's copies on later stages."""
+    """Yield ``places``; for copies of tied layers on later stages, set ``tied_to``."""
     first_stages: dict[str, int] = {}
     for place in places:
         first = first_stages.setdefault(place.name, place.stage)

@@ -29,12 +29,13 @@ def _peft_model(module: torch.nn.Module) -> Any:
 
 
 def adapter_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Return how PEFT would save a model's active adapter.
+    """Return names and settings with which PEFT would save a model's active adapter.
 
     Returns:
-        Empty without an adapter, for prompt tuning, and (with a warning) if PEFT fails to name the tensors. Otherwise:
+        A dict with three entries. It is empty if the model has no adapter, if the adapter is prompt tuning, or (with a warning)
+        if PEFT fails to name the tensors.
         ``config``: the content of ``adapter_config.json``.
-        ``keys``: name of a parameter or buffer -> name in the adapter's file.
+        ``keys``: name of a parameter or buffer in the model -> name in the adapter's file.
         ``linear``: name of a linear layer with plain LoRA -> (scaling, whether the weight is transposed, adapter's name).
     """
     model = _peft_model(module)

@@ -13,7 +13,7 @@ import torch
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RngState:
-    """State of the random generators of Python, NumPy, torch and one accelerator."""
+    """State of a process's random generators: Python, NumPy, torch, one accelerator."""
 
     of_python: Any
     of_numpy: Any
@@ -39,9 +39,9 @@ class RngState:
             _accelerator().set_rng_state(self.of_device, device.index)
 
     def to_saved(self) -> dict[str, Any]:
-        """Return the state as values for a checkpoint: tensors instead of NumPy arrays.
+        """Return the state as values for a checkpoint; ``from_saved`` reads them.
 
-        ``safe_load`` does not load NumPy arrays.
+        NumPy arrays become tensors, because ``safe_load`` rejects checkpoint files that contain NumPy arrays.
         """
         algorithm, keys, position, has_gauss, cached = self.of_numpy
         saved: dict[str, Any] = {

@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
 
-from dstrial.checkpoint.layout import Layout, ParameterPlace, keeps_whole_matrices
-from dstrial.checkpoint.shards import Shard, ShardMap, own_shard, positions_in_groups
+from dstrial.checkpoint.layout import (
+    Layout,
+    ParameterPlace,
+    Shard,
+    ShardMap,
+    keeps_whole_matrices,
+    own_shard,
+    positions_in_groups,
+)
 from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine, is_equal
 from dstrial.engine.deepspeed_internals import engines, optimizers
 from dstrial.engine.parameter_names import named_parameters
@@ -24,7 +31,7 @@ from dstrial.engine.state import describe_rank, describe_untied
 from dstrial.errors import CheckpointError, CheckpointLayoutError
 from dstrial.resume.plan import reshape_problems
 
-_SCRATCH_NUMEL = 1 << 20
+_SCRATCH_NUMEL = 1 << 20  # elements that are compared at a time
 # Optimizer settings that select an implementation and do not change results; the live engine's values are kept.
 _IMPLEMENTATION_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable", "step"})
 
@@ -155,7 +162,7 @@ class _Live:
 
 
 def _own_masters(optimizer: Any, places: Mapping[str, ParameterPlace]) -> dict[str, torch.Tensor]:
-    """Return parameter name -> master weight; {} unless each has a tensor of its own."""
+    """Return parameter name -> master weight; {} if masters are in flat buffers."""
     masters = optimizers.own_masters(optimizer)
     if masters is None:
         return {}
@@ -177,7 +184,10 @@ def _is_same_class(engine: DeepSpeedEngine, saved: SavedEngine) -> bool:
 def _settings_by_group(
     engine: DeepSpeedEngine, saved: SavedEngine, live: _Live, problems: list[str]
 ) -> dict[int, dict[str, Any]]:
-    """Return live optimizer group -> saved settings; append conflicts to ``problems``."""
+    """Return index of a group of the running optimizer -> the group's saved settings.
+
+    Conflicts, for example parameters of one group with different saved settings, are appended to ``problems``.
+    """
     own_groups = _base_groups(engine)
     found: dict[int, tuple[str, dict[str, Any]]] = {}
     for name, place in live.places.items():
@@ -341,7 +351,5 @@ def _is_same(saved: SavedEngine, target: _Target, key: str, tensor: torch.Tensor
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bits as integers, so that NaN equals itself."""
-    kinds: dict[int, Callable[[], torch.dtype]] = {
-        1: lambda: torch.uint8, 2: lambda: torch.int16, 4: lambda: torch.int32, 8: lambda: torch.int64,
-    }  # fmt: skip
-    return tensor.detach().contiguous().view(kinds[tensor.element_size()]())
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().contiguous().view(kinds[tensor.element_size()])

@@ -1,7 +1,7 @@
 """Copy state to host memory, so that another thread can write it to files later.
 
-The file is bitwise equal to a file written at the time of the copy: ``torch.save`` first gets a pickle module that captures the
-pickled bytes and the storages, and later a pickle module that replays the bytes and the copied storages. DeepSpeed's
+The file is bitwise equal to a file written at the time of the copy. ``torch.save`` first gets a pickle module that captures the
+pickled bytes and the storages. Later it gets a pickle module that replays the bytes and the copied storages. DeepSpeed's
 ``save_checkpoint`` runs unchanged, with its barriers, but with a checkpoint engine that copies. Files that DeepSpeed writes
 without a checkpoint engine (``latest``, the conversion script, swap files of NVMe offload) are written at once.
 """
@@ -69,7 +69,7 @@ class HostBuffers:
         return sum(chunk.nbytes for chunk in [*self._free, *self._taken])
 
     def take(self, sizes: Sequence[int]) -> list[torch.UntypedStorage] | None:
-        """Return one uninitialised buffer for each of ``sizes``; None if memory is short."""
+        """Return one uninitialised buffer per size in bytes; None if memory is short."""
         ends = np.cumsum([-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes], dtype=np.int64)
         num_bytes = int(ends[-1]) if sizes else 0
         # A small file must not take a large file's chunk, because the large file would then allocate another chunk.

@@ -16,7 +16,7 @@ from dstrial.engine.deepspeed_internals import engines, optimizers
 from dstrial.engine.parameter_names import named_buffers
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointLayoutError
 
-_SCHEDULED = ("lr", "betas", "momentum")
+_SCHEDULED = ("lr", "betas", "momentum")  # optimizer settings that learning-rate schedulers change
 # torch's schedulers store their base learning rate in initial_lr.
 _OPTIMIZER_SETTINGS = (*_SCHEDULED, "initial_lr", "eps", "weight_decay", "dampening", "nesterov")
 
@@ -103,7 +103,7 @@ def engine_extra_state(engine: DeepSpeedEngine) -> dict[str, Any]:
     """
     state: dict[str, Any] = {
         "micro_steps": int(engine.micro_steps),
-        "global_grad_norm": _plain(engine.get_global_grad_norm()),
+        "global_grad_norm": _as_float(engine.get_global_grad_norm()),
         "buffers": {name: _on_cpu(buffer) for name, buffer in named_buffers(engine.module).items()},
         "rng_tracker": {
             name: _on_cpu(value) for name, value in checkpointing.get_cuda_rng_tracker().get_states().items()
@@ -368,5 +368,5 @@ def _on_cpu(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
-def _plain(value: Any) -> float | None:
+def _as_float(value: Any) -> float | None:
     return None if value is None else float(value)

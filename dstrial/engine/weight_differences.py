@@ -59,10 +59,10 @@ def weight_differences(
     with_optimizer: bool = False,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Iterator[WeightDifference]:
-    """Compare two engines in double precision; yield each parameter's differences.
+    """Yield the differences of each parameter's weights in two saved engines.
 
-    ``with_optimizer``: also compare optimizer state that both engines have. ``on_bytes`` is called with the number of bytes
-    compared since its last call.
+    Values are compared in double precision. ``with_optimizer``: also compare optimizer state that both engines have.
+    ``on_bytes`` is called with the number of bytes compared since its last call.
     """
     for name in comparable(a, b):
         keys = [MASTER]

@@ -108,7 +108,7 @@ def run_ranks(
         num_ranks: ranks on this machine.
         env: the ranks' variables, in addition to this process's.
         log_dir: directory of ``rank_<n>/stdout.log`` and ``stderr.log``, which replace earlier files; if None, ranks
-        inherit this process's output (or, with ``on_line``, write to pipes).
+            inherit this process's output (or, with ``on_line``, write to pipes).
         shutdown_timeout_s: time from a stop request until the ranks are killed.
         on_line: called from another thread with rank, ``"stdout"`` or ``"stderr"``, and each line.
         on_stop: called with the signal's name when a stop request is forwarded.
@@ -130,11 +130,7 @@ def run_ranks(
     with contextlib.ExitStack() as stack:
         work_dir = stack.enter_context(scratch_directory("dstrial-launch-"))
         ranks = _Ranks(work_dir, log_dir, tracebacks_dir, where, is_trial=not serves_store)
-        supervisor = Supervisor(
-            ranks.processes,
-            shutdown_timeout_s=shutdown_timeout_s,
-            on_stop=on_stop,
-        )
+        supervisor = Supervisor(ranks.processes, shutdown_timeout_s=shutdown_timeout_s, on_stop=on_stop)
         port = where.master_port
         # Ranks on several machines also use the store for their rendezvous.
         has_store = serves_store or where.num_nodes > 1
@@ -158,20 +154,28 @@ def run_ranks(
         # Only ranks that use dstrial report phases; for others only builds are watched.
         phase_files = ranks.phase_files if "dstrial.launch.rank_main" in command else list
         stack.enter_context(watched_start(phase_files, on_start or logger.info, root=root))
-        watched = ranks.watched()
-        if watched is not None:
-            print_line = on_start or logger.warning
-            settings = stalls or StallSettings()
-            watch = StallWatch(watched, settings, print_line, ranks.end_stalled, supervisor.end_finished)
-            stack.enter_context(polling(watch.poll, watch.close, name="dstrial-stall-watch", every_s=POLL_S))
+        watch_settings = stalls or StallSettings()
+        stack.enter_context(_stalls_watched(ranks, supervisor, watch_settings, on_start or logger.warning))
         while not supervisor.tick():
             time.sleep(_POLL_S)
-        outcome = supervisor.outcome()  # before the ranks' error records are deleted
-        failure = outcome.first_failure
-        beat = None if failure is None else ranks.read_beat(failure.local_rank)
-        if failure is not None and beat is not None:
-            failure = dataclasses.replace(failure, batches_trained=beat.batch)
-        return dataclasses.replace(outcome, first_failure=failure)
+        return ranks.with_batch(supervisor.outcome())  # before the ranks' error records are deleted
+
+
+@contextlib.contextmanager
+def _stalls_watched(
+    ranks: _Ranks, supervisor: Supervisor, settings: StallSettings, print_line: Callable[[str], None]
+) -> Iterator[None]:
+    """Watch the ranks' heartbeats inside the block; print stalls, end stalled ranks.
+
+    A no-op if the ranks write no heartbeats.
+    """
+    watched = ranks.watched()
+    if watched is None:
+        yield
+        return
+    watch = StallWatch(watched, settings, print_line, ranks.end_stalled, supervisor.end_finished)
+    with polling(watch.poll, watch.close, name="dstrial-stall-watch", every_s=POLL_S):
+        yield
 
 
 def _check_command(command: Sequence[str], num_ranks: int) -> None:
@@ -285,6 +289,15 @@ class _Ranks:
 
     def read_beat(self, local_rank: int) -> Beat | None:
         return None if self._beats is None else read_beat(self._beats, local_rank)
+
+    def with_batch(self, outcome: LaunchOutcome) -> LaunchOutcome:
+        """Return ``outcome`` with the batch at which the first failed rank has ended."""
+        failure = outcome.first_failure
+        beat = None if failure is None else self.read_beat(failure.local_rank)
+        if failure is None or beat is None:
+            return outcome
+        failure = dataclasses.replace(failure, batches_trained=beat.batch)
+        return dataclasses.replace(outcome, first_failure=failure)
 
     def start(
         self, command: Sequence[str], variables: Mapping[str, str], *, is_read: bool

@@ -1,4 +1,4 @@
-"""Background checkpoint saves: thread, manifest, errors, pending metric reports.
+"""Complete checkpoint saves in a background thread, after queued metric reports.
 
 Determined's client sends metrics from a queue, but registers checkpoints at once. A checkpoint is therefore registered only
 after all queued metrics were sent; otherwise, if the process died, the master could have a checkpoint without its metrics.
@@ -50,7 +50,7 @@ class SaveStatus:
 
 
 class SaveJob:
-    """Writes and registers one checkpoint whose state is already copied, in a thread.
+    """Writes and registers one checkpoint in a thread; its state is already copied.
 
     Args:
         batches_trained: finished batches when the state was copied.

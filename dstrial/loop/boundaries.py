@@ -124,7 +124,7 @@ class LoopSettings:
     """Length, periods and options of one ``fit`` call; immutable.
 
     Attributes:
-        trial_id: 0 without a cluster.
+        trial_id: id of the trial, which its checkpoints record; 0 without a cluster.
         max_validation_rounds: maximum number of ``evaluate_batch`` calls per validation; None for no limit.
         is_rewrite: whether only to save ``latest_checkpoint`` again in the current rank layout, without training.
         saves_in_background: whether checkpoints are written while training continues.

@@ -14,6 +14,12 @@ logger = logging.getLogger("dstrial.loop")
 
 
 class Callbacks:
+    """Calls a method of all user callbacks, in the order of ``build_callbacks``.
+
+    Args:
+        callbacks: name -> callback; the names are the keys of the callbacks' states in checkpoints.
+    """
+
     def __init__(self, callbacks: Mapping[str, pytorch.PyTorchCallback]) -> None:
         self._callbacks = dict(callbacks)
         self._epoch_start_takes_idx = {

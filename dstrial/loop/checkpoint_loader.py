@@ -4,9 +4,9 @@ A checkpoint directory contains ``model<i>/`` (engines, or files of the trial's 
 rank's counters, random states, unreported metrics, reducers, callbacks), ``load_data.json`` (configuration),
 ``manifest.json`` (layout; size and checksum of every file) and, written last, the completion marker.
 
-Pickle files with only plain values and classes of ``safe_load.LISTED`` are always loaded. Other pickle files can run code. They
-are loaded only if the manifest is signed by this account, if the master knows the manifest's SHA-256 from the trial, or if the
-user has written this SHA-256 to ``data.dstrial.trust_checkpoint_code``.
+Pickle files with only plain values and classes of ``safe_load.LISTED`` are always loaded. Other pickle files can run code, and
+are loaded only if something vouches for the checkpoint: this account's signature in the manifest, the manifest's SHA-256 that
+the trial has reported to the master, or the same SHA-256 in the user's ``data.dstrial.trust_checkpoint_code``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from determined import core
 
-from dstrial.checkpoint.file_roles import layouts_of, rank_state_name
 from dstrial.checkpoint.integrity import read_verified
 from dstrial.checkpoint.layout import Layout
 from dstrial.checkpoint.manifest import (
@@ -32,12 +31,13 @@ from dstrial.checkpoint.manifest import (
     hash_file,
     hash_files,
     is_own_manifest,
+    layouts_of,
+    rank_state_name,
     share_of,
 )
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.engine.adapters.batch_sizes import recount_micro_batches
-from dstrial.engine.checkpoint_reader.merged_engine import read_for_rank
-from dstrial.engine.checkpoint_reader.open import read_rank_state
+from dstrial.engine.checkpoint_reader.open import read_for_rank, read_rank_state
 from dstrial.engine.checkpoint_reader.safe_load import (
     load,
     may_be_unpickled,
@@ -68,13 +68,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dstrial.loop")
 
 WINDOW_KEYS = ("window_seconds", "window_start")
-"""Keys of a loop state: when the batches of the next report began."""
+"""Keys of the saved loop state: seconds of training since the last metric report, and first batch after that report."""
 
 TRUST_KEY = "trust_checkpoint_code"
 """Key of ``data.dstrial``: the SHA-256 of the checkpoint whose code the user trusts."""
 
 
 class CheckpointLoader:
+    """Restores a run from a checkpoint: engines, counters, metrics, random states."""
+
     def __init__(self, state: RunState) -> None:
         self._state = state
         self._pending_random_states: Mapping[str, Any] | None = None
@@ -91,8 +93,9 @@ class CheckpointLoader:
             expected_records: records per batch over all ranks of the current training loader; None if unknown.
 
         Returns:
-            (The ``loop_state`` that was passed to ``CheckpointSaver.save``, whether the run continues.) If another trial wrote
-            the checkpoint, only weights are loaded, the loop state is empty, and batches count from 0.
+            (The ``loop_state`` that was passed to ``CheckpointSaver.save``, whether the run continues.) The run does not
+            continue if another trial wrote the checkpoint. Then only weights are loaded, the loop state is empty, and batches
+            count from 0.
 
         Ranks: all, collectively.
         """
@@ -114,7 +117,7 @@ class CheckpointLoader:
             if len(set(sizes)) > 1:
                 source = source // sizes[1] * sizes[0]
             name = rank_state_name(source % saved_size)
-            state: dict[str, Any] = load(path / name, map_location=self._place, trusts_code=trusts)
+            state: dict[str, Any] = load(path / name, map_location=self._map_location, trusts_code=trusts)
             continues = state["trial_id"] == self._state.trial_id
             is_reshaped = self._must_reshape(path, saved, now)
             if continues:
@@ -149,7 +152,10 @@ class CheckpointLoader:
         *,
         is_reshaped: bool,
     ) -> None:
-        """Load the checkpoint at ``path`` into all engines; resharded if ``is_reshaped``."""
+        """Load the checkpoint at ``path`` into all engines.
+
+        ``is_reshaped``: whether the rank layout has changed, so that the engines' state is resharded.
+        """
         context = self._state.context
         settings = [optimizer_settings(engine) for engine in context.models]
         with contextlib.ExitStack() as stack:
@@ -181,7 +187,11 @@ class CheckpointLoader:
             restore_reducer(wrapped.reducer, saved)
 
     def _must_reshape(self, path: pathlib.Path, saved: list[Layout], now: list[Layout]) -> bool:
-        """Return whether rank layouts differ; CheckpointLayoutError if not reshardable."""
+        """Return whether the checkpoint's rank layout differs from this run's.
+
+        Raises:
+            CheckpointLayoutError: the layouts differ, and the checkpoint cannot be resharded.
+        """
         problems = []
         trial_class = type(self._state.trial)
         is_own = trial_class.save is not Checkpointable.save or trial_class.load is not Checkpointable.load
@@ -234,7 +244,7 @@ class CheckpointLoader:
             self._state.context.models[engine_idx], saved[engine_idx], now[engine_idx], extras
         )
 
-    def _place(self, storage: Any, location: str) -> Any:
+    def _map_location(self, storage: Any, location: str) -> Any:
         """Move an accelerator tensor's storage to this rank's device (``map_location``)."""
         if location == "cpu":
             return storage
@@ -305,9 +315,9 @@ def _require_same_data(
 def rescale_micro_batches(
     loop_state: Mapping[str, Any], saved: Sequence[Layout], now: Sequence[Layout]
 ) -> dict[str, Any]:
-    """Convert ``micro_batches_drawn`` in ``loop_state`` to this run's micro batches.
+    """Return ``loop_state`` with ``micro_batches_drawn`` counted in this run's size.
 
-    ``saved`` and ``now`` are the engines' layouts, which contain the old and the new micro batch size.
+    ``saved`` and ``now`` are the layouts of the checkpoint's and of this run's engines, which contain the micro batch sizes.
 
     Raises:
         CheckpointLayoutError: the number of records read is not a whole number of this run's micro batches.
@@ -373,7 +383,7 @@ def trusts_code(
     """
     distributed = context.distributed
     pickles = sorted(name for name in names if may_be_unpickled(name))
-    strays = _strays(root, names)
+    strays = _files_not_in_manifest(root, names)
     mine = share_of(pickles, distributed.local_rank, distributed.local_size)
     mine = [*mine, *share_of(strays, distributed.local_rank, distributed.local_size)]
     found: dict[str, tuple[str, ...]] = {}
@@ -404,7 +414,7 @@ def trusts_code(
     return True
 
 
-def _strays(root: pathlib.Path, listed: Sequence[str]) -> list[str]:
+def _files_not_in_manifest(root: pathlib.Path, listed: Sequence[str]) -> list[str]:
     """Return files that the manifest does not list and a resume might unpickle."""
     if not (root / MANIFEST_NAME).is_file():
         return []
@@ -426,7 +436,7 @@ def checkpoint_digest(root: pathlib.Path, names: Sequence[str]) -> str:
 def _voucher(
     context: core.Context, uuid: str, root: pathlib.Path, digest: str, exp_conf: Mapping[str, Any] | None
 ) -> str | None:
-    """Return a log text on what vouches for a checkpoint's code; None if nothing does."""
+    """Return log text on who or what vouches for a checkpoint's code; None if nothing."""
     if dstrial_section(exp_conf).get(TRUST_KEY) == digest:
         return f"data.dstrial.{TRUST_KEY} says so"
     if not (root / MANIFEST_NAME).is_file():

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from determined import constants, core
 
-from dstrial.checkpoint.file_roles import rank_state_name
-from dstrial.checkpoint.manifest import FileEntry, hash_files, share_of
+from dstrial.checkpoint.manifest import FileEntry, hash_files, rank_state_name, share_of
 from dstrial.engine.frozen_parameters import leave_out_frozen, leaves_out_frozen
 from dstrial.engine.random_state import RngState
 from dstrial.engine.snapshot import HostBuffers, StateCopies, copy_engine
@@ -148,7 +147,10 @@ class CheckpointSaver:
         return str(uuid)
 
     def _channel(self) -> core.DistributedContext:
-        """Return the saves' channel, created at first use. Ranks: all, collectively."""
+        """Return the control channel on which the ranks' save threads communicate.
+
+        The first call creates the channel. Ranks: all, collectively.
+        """
         distributed = self._state.context.distributed
         if not self._in_background or distributed.size == 1:
             return distributed
@@ -219,7 +221,7 @@ class CheckpointSaver:
             self._state.trial.save(self._state.context, path)
             return
         for engine_idx, engine in enumerate(self._state.context.models):
-            copy_engine(engine, path, f"model{engine_idx}", copies)
+            copy_engine(engine, path, self._state.trial._engine_tag(engine_idx), copies)
 
     def _configuration(self) -> str:
         load_data = {
@@ -283,6 +285,7 @@ class CheckpointSaver:
     # ---- outcome of a save ---------------------------------------------------------------------------
 
     def status(self) -> SaveStatus | None:
+        """Return how far this rank's save is; None if no save is in progress."""
         return None if self._job is None else self._job.status
 
     def settle(self, statuses: Sequence[SaveStatus | None]) -> None:
@@ -331,6 +334,7 @@ class CheckpointSaver:
 
 
 def _store_on(store: core.CheckpointContext, channel: core.DistributedContext) -> core.CheckpointContext:
+    """Return a copy of the checkpoint store that communicates on ``channel``."""
     same = copy.copy(store)
     same._dist = channel
     return same

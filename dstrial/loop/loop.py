@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dstrial.engine.engine_hooks import LostGradientCheck, observe_engines
-from dstrial.engine.finite_weights import FiniteWeights
 from dstrial.errors import CheckpointError, DataError, NonFiniteError, RankError, TrialContractError
 from dstrial.loop.boundaries import (
     Boundary,
@@ -29,7 +28,13 @@ from dstrial.loop.data.training import CountingIterator, TrainingStream, agreed_
 from dstrial.loop.data.validation import ValidationStream
 from dstrial.loop.metric_sinks import MetricSink
 from dstrial.loop.metrics import MetricWindow, as_mapping
-from dstrial.loop.non_finite import NonFiniteGuard, StateEvidence, lost_weight, unsafe_to_save_reason
+from dstrial.loop.non_finite import (
+    FiniteWeights,
+    NonFiniteGuard,
+    StateEvidence,
+    lost_weight,
+    unsafe_to_save_reason,
+)
 from dstrial.loop.report_exchange import ReportExchange, step_counts, sum_steps
 from dstrial.loop.run_state import RunState
 from dstrial.loop.sync_point import StopReason, SyncPoints
@@ -293,7 +298,10 @@ class TrainingLoop:
             self._instruments.switch(True)
 
     def _handle_events(self, found: set[Boundary]) -> StopReason | None:
-        """Execute the due actions; return why to stop, or None. Ranks: all, collectively."""
+        """Execute the actions that are due after a batch; return why to stop, or None.
+
+        Ranks: all, collectively.
+        """
         progress = self._progress
         if self._instruments is not None:
             self._instruments.switch(False)
@@ -412,7 +420,10 @@ class TrainingLoop:
             self._core.train.set_status("training")
 
     def _validate_and_report(self, validation: Validation) -> bool:
-        """Validate and report; return whether to checkpoint. Ranks: all, collectively."""
+        """Validate and report the metrics; return whether the policy wants a checkpoint.
+
+        Ranks: all, collectively.
+        """
         progress = self._progress
         if self._is_chief:
             self._core.train.set_status("validating")

@@ -12,14 +12,13 @@ from typing import Any, Literal
 
 from determined import pytorch, util
 
-from dstrial.engine.finite_weights import StepCounts
 from dstrial.loop import sync_point
 from dstrial.loop.background_save import SaveStatus
 from dstrial.loop.boundaries import asks_for_checkpoint
 from dstrial.loop.checkpoint_saver import CheckpointSaver
 from dstrial.loop.metric_sinks import MetricSink, MetricSinks, ReportWriter
 from dstrial.loop.metrics import MetricTotals, combine, copied
-from dstrial.loop.non_finite import NonFiniteGuard
+from dstrial.loop.non_finite import NonFiniteGuard, StepCounts
 from dstrial.loop.run_state import RunState
 from dstrial.loop.sync_point import StopReason, SyncPoints
 from dstrial.ranks.control_channel import timeout_from_environ
@@ -34,7 +33,7 @@ logger = logging.getLogger("dstrial.loop")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Payload:
-    """What one rank sends in an exchange.
+    """The values that one rank sends to all others at a sync point.
 
     Attributes:
         totals: metrics of this rank; None without a report, or if this rank reports no metrics.
@@ -271,33 +270,28 @@ class ReportExchange:
         Ranks: all, collectively.
         """
         _require_searcher_metric(metrics, searcher_metric)
-        saves = False
-        error: Exception | None = None
         batches = self._progress.batches_trained
-        if self._is_chief:
-            try:
-                self.writer.flush()
-                if (failed := self.writer.take_error()) is not None:
-                    raise failed
-                train = self._core.train
-                best_before = train.get_experiment_best_validation() if policy == "best" else None
-                self.writer.call(lambda: self._sinks.report("validation", batches, metrics))
-                reported = dict(metrics)
-                reported.setdefault("batches", batches)
-                reported.setdefault("epochs", epochs)
-                train.report_validation_metrics(steps_completed=batches, metrics=reported)
-                now = reported.get(str(searcher_metric))
-                saves = asks_for_checkpoint(policy, now, best_before, smaller_is_better=smaller_is_better)
-            except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks were informed
-                error = caught
-        self.upload()
-        saves, failure = self._distributed.broadcast((saves, sync_point.described(error)))
-        if error is not None:
-            raise error
-        if failure is not None:
-            raise sync_point.peer_failed("the report of a validation", [(0, failure)])
+
+        def write() -> bool:
+            self.writer.flush()
+            if (failed := self.writer.take_error()) is not None:
+                raise failed
+            train = self._core.train
+            best_before = train.get_experiment_best_validation() if policy == "best" else None
+            self.writer.call(lambda: self._sinks.report("validation", batches, metrics))
+            reported = dict(metrics)
+            reported.setdefault("batches", batches)
+            reported.setdefault("epochs", epochs)
+            train.report_validation_metrics(steps_completed=batches, metrics=reported)
+            now = reported.get(str(searcher_metric))
+            return asks_for_checkpoint(policy, now, best_before, smaller_is_better=smaller_is_better)
+
+        try:
+            saves = sync_point.result_of_chief(self._distributed, "the report of a validation", write)
+        finally:
+            self.upload()
         self._progress.last_validation = batches
-        return bool(saves)
+        return saves
 
     def _report_telemetry(
         self, samples: Sequence[RankSample | None], batches: int, counts: Sequence[StepCounts]
@@ -323,8 +317,8 @@ class ReportExchange:
         error = self.writer.take_error()
         if error is not None:
             raise error
-        told = [(rank, text) for rank, text in enumerate(failures) if text is not None]
-        raise sync_point.peer_failed("the writing of a report", told)
+        failed = [(rank, text) for rank, text in enumerate(failures) if text is not None]
+        raise sync_point.peer_failed("the writing of a report", failed)
 
 
 def _require_searcher_metric(metrics: Mapping[str, Any], name: str | None) -> None:

@@ -75,7 +75,7 @@ class RunState:
 
 
 class Snapshot:
-    """A copy of reducers' attributes, which ``restore`` sets again.
+    """A copy of metric reducers' attributes, to which ``restore`` sets them back.
 
     Attributes that cannot be copied (locks, process groups, models, the context) are kept by reference.
     """

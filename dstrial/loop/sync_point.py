@@ -10,12 +10,14 @@ import dataclasses
 import enum
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from determined import core
 
 from dstrial.errors import PeerFailedError
 from dstrial.visible_text import cut_text
+
+T = TypeVar("T")
 
 INTERVAL_S = 5.0  # intended time between sync points, which a stop request may have to wait
 
@@ -33,7 +35,7 @@ class StopReason(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SyncResult:
-    """The payloads of all ranks at a sync point, and the reason to stop.
+    """What a rank learns at a sync point: all ranks' payloads, and the reason to stop.
 
     Equal on all ranks. ``stop`` is None if no rank has requested a stop.
     """
@@ -106,11 +108,34 @@ class SyncPoints:
         return max(1, min(wanted, self._distance * _MAX_GROWTH))
 
 
-def described(error: BaseException | None) -> str | None:
-    """Return an error's type and first line, to send to other ranks; None for None."""
-    if error is None:
-        return None
-    return cut_text(f"{type(error).__name__}: {error}".splitlines()[0], 2000)
+def result_of_chief(distributed: core.DistributedContext, where: str, call: Callable[[], T]) -> T:
+    """Return on every rank the result of ``call()``, which only rank 0 executes.
+
+    Args:
+        distributed: context for communication between the ranks.
+        where: name of the call for the error message.
+        call: function without arguments.
+
+    Raises:
+        Exception: on rank 0, the error of ``call``.
+        PeerFailedError: on the other ranks, if ``call`` has raised an error on rank 0.
+
+    Ranks: all, collectively.
+    """
+    result: T | None = None
+    error: Exception | None = None
+    if distributed.rank == 0:
+        try:
+            result = call()
+        except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks were informed
+            error = caught
+    text = None if error is None else cut_text(f"{type(error).__name__}: {error}".splitlines()[0], 2000)
+    result, failure = distributed.broadcast((result, text))
+    if error is not None:
+        raise error
+    if failure is not None:
+        raise peer_failed(where, [(0, failure)])
+    return cast("T", result)
 
 
 def peer_failed(where: str, failures: list[tuple[int, str]]) -> PeerFailedError:

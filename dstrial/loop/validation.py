@@ -119,12 +119,7 @@ class Validation:
         try:
             with torch.no_grad():
                 results, num_records = self._full_dataset() if self._on_chief_only else self._by_batches()
-                results.update(
-                    {
-                        k: v.cpu().numpy() if isinstance(v, torch.Tensor) else v
-                        for k, v in context.reduce_metrics(for_training=False).items()
-                    }
-                )
+                results.update(_as_numpy(context.reduce_metrics(for_training=False)))
         finally:
             for adapter in self._runtime.adapters:
                 adapter.bind_validation_round(None, None)
@@ -137,25 +132,17 @@ class Validation:
         return results
 
     def _full_dataset(self) -> tuple[dict[str, Any], int]:
-        mine: dict[str, Any] | None = None
-        error: Exception | None = None
-        if self._context.distributed.rank == 0:
-            try:
-                returned = self._trial.evaluate_full_dataset(self._stream.full_loader())
-                if not isinstance(returned, Mapping):
-                    raise FullDatasetError(
-                        "evaluate_full_dataset: eval() must return a dictionary from metric name to value, got "
-                        f"{type(returned).__name__}. Return a dict."
-                    )
-                mine = {k: v.cpu().numpy() if isinstance(v, torch.Tensor) else v for k, v in returned.items()}
-            except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks were informed
-                error = caught
-        results: dict[str, Any]
-        results, failure = self._context.distributed.broadcast((mine, sync_point.described(error)))
-        if error is not None:
-            raise error
-        if failure is not None:
-            raise sync_point.peer_failed("evaluate_full_dataset", [(0, failure)])
+        def evaluate() -> dict[str, Any]:
+            returned = self._trial.evaluate_full_dataset(self._stream.full_loader())
+            if not isinstance(returned, Mapping):
+                raise FullDatasetError(
+                    "evaluate_full_dataset: eval() must return a dictionary from metric name to value, got "
+                    f"{type(returned).__name__}. Return a dict."
+                )
+            return _as_numpy(returned)
+
+        distributed = self._context.distributed
+        results = sync_point.result_of_chief(distributed, "evaluate_full_dataset", evaluate)
         return results, self._extent.num_records or 0
 
     def _by_batches(self) -> tuple[dict[str, Any], int]:
@@ -188,7 +175,7 @@ class Validation:
             return 0
         for adapter in self._runtime.adapters:
             adapter.bind_validation_round(validation_round, items)
-        is_filler = validation_round.records == 0
+        is_filler = validation_round.is_filler
         before = (
             Snapshot(wrapped.reducer for wrapped in self._runtime.wrapped_reducers) if is_filler else None
         )
@@ -227,6 +214,12 @@ class Validation:
                 "every metric. Add it, or return one reducer for all."
             )
         return chosen[name]
+
+
+def _as_numpy(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of metrics in which tensors are NumPy arrays."""
+    converted: dict[str, Any] = pytorch._convert_metrics_to_numpy(dict(metrics))
+    return converted
 
 
 def _require_numbers(values: Mapping[str, float | None]) -> None:

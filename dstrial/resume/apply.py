@@ -73,13 +73,7 @@ class ResumedRun:
         engine = engine_of(self._as_given(merged, main), self.saved, is_main=True)
         if engine is None:
             return None
-        solution = keep_batch(
-            self._as_given(merged, engine),
-            engine,
-            data_parallel_size,
-            checkpoint=self.saved.checkpoint,
-            ranks_per_replica=max(self._world_size // data_parallel_size, 1),
-        )
+        solution = self._keep(self._as_given(merged, engine), engine, data_parallel_size)
         return {**merged, **self._sizes(merged, solution)}
 
     def fit_engine(self, engine: DeepSpeedEngine, engine_idx: int, *, is_chief: bool) -> dict[str, Any]:
@@ -103,14 +97,7 @@ class ResumedRun:
         now = (int(engine.train_micro_batch_size_per_gpu()), int(engine.gradient_accumulation_steps()))
         replicas = int(engine.train_batch_size()) // (now[0] * now[1])
         name = f"DeepSpeed config of engine {engine_idx}"
-        solution = keep_batch(
-            given,
-            saved,
-            replicas,
-            checkpoint=self.saved.checkpoint,
-            where={key: f"{name}: {key}" for key in BATCH_KEYS},
-            ranks_per_replica=max(self._world_size // replicas, 1),
-        )
+        solution = self._keep(given, saved, replicas, where={key: f"{name}: {key}" for key in BATCH_KEYS})
         wanted = (solution.train_micro_batch_size_per_gpu, solution.gradient_accumulation_steps)
         if wanted != now:
             set_batch_sizes(engine, micro_batch_size=wanted[0], micro_batches_per_batch=wanted[1], name=name)
@@ -151,12 +138,21 @@ class ResumedRun:
         replica = engine.replica_with(self._section, merged)
         if self._world_size % replica.ranks_per_replica:
             return None
-        replicas = engine.batch_replicas(self._world_size, replica)
+        return self._keep(merged, engine, engine.batch_replicas(self._world_size, replica))
+
+    def _keep(
+        self,
+        config: Mapping[str, Any],
+        engine: EngineRecord,
+        replicas: int,
+        where: Mapping[str, str] | None = None,
+    ) -> BatchSolution:
         return keep_batch(
-            merged,
+            config,
             engine,
             replicas,
             checkpoint=self.saved.checkpoint,
+            where=where,
             ranks_per_replica=max(self._world_size // replicas, 1),
         )
 

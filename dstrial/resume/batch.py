@@ -25,9 +25,9 @@ def keep_batch(
 ) -> BatchSolution:
     """Return the batch sizes with which a resumed run keeps its ``train_batch_size``.
 
-    The sizes in ``config`` are used if they result in the checkpoint's ``train_batch_size`` and either include a micro batch
-    size or differ from those at the run's start. Otherwise the micro batch size is the largest divisor of a replica's records
-    per batch that is at most ``saved.micro_batch_limit``, which is known to fit into memory.
+    The sizes in ``config`` are used if they result in the checkpoint's ``train_batch_size``. They must also include a micro batch
+    size, or differ from those at the run's start. Otherwise the micro batch size is solved: the largest divisor of a replica's
+    records per batch that does not exceed ``saved.micro_batch_limit``, a size known to fit into memory.
 
     Args:
         config: the DeepSpeed config; only its three batch sizes are read.
@@ -55,9 +55,11 @@ def keep_batch(
         if given[1] is not None or given != given_sizes(saved.given):
             return own
     elif given[0] != wanted and not is_same and any(size is not None for size in given):
-        raise ConfigError([_another_batch(places, given, own, saved, data_parallel_size, checkpoint)])
+        raise ConfigError([_changed_batch_problem(places, given, own, saved, data_parallel_size, checkpoint)])
     if wanted % data_parallel_size:
-        raise ConfigError([_undivided(places, saved, data_parallel_size, checkpoint, ranks_per_replica)])
+        raise ConfigError(
+            [_indivisible_batch_problem(places, saved, data_parallel_size, checkpoint, ranks_per_replica)]
+        )
     micro = _largest_divisor(wanted // data_parallel_size, limit)
     return BatchSolution(
         wanted,
@@ -104,9 +106,10 @@ def describe_batch(saved: EngineRecord, solution: BatchSolution) -> str:
 def own_solution(
     given: tuple[int | None, int | None, int | None], data_parallel_size: int
 ) -> BatchSolution | None:
-    """Return the batch sizes that DeepSpeed itself would compute; None if unsolvable.
+    """Return the batch sizes that DeepSpeed would compute from a config's sizes.
 
-    ``given`` are a config's batch sizes in the order of ``BATCH_KEYS``.
+    None if they contradict each other or leave too much open. ``given`` are the config's batch sizes in the order of
+    ``BATCH_KEYS``.
     """
     try:
         return solve_batch(*given, data_parallel_size)
@@ -118,7 +121,7 @@ def _largest_divisor(number: int, limit: int) -> int:
     return next(size for size in range(max(min(limit, number), 1), 0, -1) if number % size == 0)
 
 
-def _undivided(
+def _indivisible_batch_problem(
     places: Mapping[str, str],
     saved: EngineRecord,
     data_parallel_size: int,
@@ -140,7 +143,7 @@ def _undivided(
     )
 
 
-def _another_batch(
+def _changed_batch_problem(
     places: Mapping[str, str],
     given: tuple[int | None, int | None, int | None],
     own: BatchSolution | None,

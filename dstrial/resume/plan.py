@@ -74,6 +74,7 @@ _FAMILIES = {
 """Optimizer type in a DeepSpeed config, in lower case -> optimizer classes that DeepSpeed may create for the type."""
 
 
+# (Field of ``Layout``, its name in messages): DeepSpeed itself loads a checkpoint only if all these are equal.
 _COMPARED = (
     ("engine_kind", "kind of engine"),
     ("world_size", "number of ranks"),
@@ -159,7 +160,8 @@ def resumable_slots(
 ) -> Iterator[int]:
     """Yield the numbers of slots, from ``at_most`` down, on which a run can resume.
 
-    ``extents`` is passed to ``resume_problems``.
+    ``at_least`` is the smallest number. ``extents`` has ``pipeline_stages`` and ``model_parallel_size`` of ``data.dstrial``; by
+    default those of the checkpoint.
     """
     for num_slots in range(at_most, max(at_least, 1) - 1, -1):
         if not resume_problems(saved, num_slots=num_slots, extents=extents):
@@ -243,7 +245,10 @@ def _changes_layout(
 
 
 def _changed_type(engine: EngineRecord, config: Mapping[str, Any], section: str) -> str | None:
-    """Return a config's ``section`` type if known and different from the saved one."""
+    """Return the class name in a config's ``section`` if the checkpoint has another.
+
+    ``section`` is ``optimizer`` or ``scheduler``. None if the classes are equal, or one of them is unknown.
+    """
     kind = given_settings(config).get(section)
     if not engine.given or kind is None or kind == engine.given.get(section):
         return None
@@ -304,6 +309,7 @@ def _reshard_problems(
 
 
 def _fixed_layout_reason(engine: EngineArrangement) -> str | None:
+    """Return why an engine's saved state cannot be resharded; None if it can."""
     if engine.model_parallel_size > 1 and engine.engine_kind == "pipeline":
         return f"whose layers are cut over {engine.model_parallel_size} tensor-parallel ranks"
     if "nvme" in (engine.offload_optimizer, engine.offload_parameters):

@@ -207,7 +207,10 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return model
 
     def _fit_to_checkpoint(self, engine: Any) -> dict[str, Any]:
-        """Return an engine's given settings; make it keep a resumed run's batch size."""
+        """Return the settings given in an engine's config, as in ``EngineRecord.given``.
+
+        In a resumed run, also set the engine's batch sizes so that ``train_batch_size`` is that of the checkpoint.
+        """
         if self._runtime.resumed is None:
             return given_settings(engines.config_of(engine))
         return self._runtime.resumed.fit_engine(engine, len(self.models), is_chief=self.distributed.rank == 0)
@@ -403,15 +406,12 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     # ---- position ------------------------------------------------------------------------------------
 
     def _position(self) -> tuple[int, int]:
-        if self._runtime.current_batch_idx is None:
-            raise NotTrainingError(
-                "the position is asked for before training; expected during train_batch. Read it there."
-            )
+        batch_idx = self.current_train_batch()
         if self._runtime.epoch_length is None:
             raise NotTrainingError(
                 "the epoch is asked for, but the training loader has no length. Give it a __len__."
             )
-        return self._runtime.current_batch_idx, self._runtime.epoch_length
+        return batch_idx, self._runtime.epoch_length
 
     def is_epoch_start(self) -> bool:
         """Return whether the current batch is the first of its epoch."""

@@ -43,7 +43,7 @@ class ModelParallelUnit:
 
 
 def make_data_parallel_mpu(dist_context: core.DistributedContext) -> ModelParallelUnit:
-    """Return this rank's unit for pure data parallelism: every rank is a replica."""
+    """Return this rank's ``ModelParallelUnit`` if every rank is a replica of its own."""
     return ModelParallelUnit(
         data_parallel_rank=dist_context.get_rank(),
         data_parallel_world_size=dist_context.get_size(),
@@ -53,7 +53,7 @@ def make_data_parallel_mpu(dist_context: core.DistributedContext) -> ModelParall
 
 
 def make_deepspeed_mpu(topology: Any) -> ModelParallelUnit:
-    """Return this rank's unit for a pipeline engine.
+    """Return this rank's ``ModelParallelUnit`` for a pipeline engine.
 
     ``topology`` is ``engine.mpu``. Unlike in Determined, only the last stage, which has the loss, reports metrics.
     """
@@ -79,6 +79,7 @@ class TrialRuntime:
         wrapped_reducers: the user's metric reducers as Determined wraps them, in the order of wrapping.
         given_hparams: hyperparameters as given by the user; None if not given.
         hparams: like ``given_hparams``, but with batch sizes that keep the resumed checkpoint's.
+        exp_conf: the experiment config; None if not given.
         trial_seed: the trial's seed; None if not configured.
         steps_completed: batches trained before this process, or in the checkpoint that ``fit`` resumes from.
         resumed: the run that wrote the checkpoint to resume from, whose batch size is kept; None for a new run.

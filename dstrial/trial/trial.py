@@ -52,7 +52,7 @@ class Checkpointable:
         To save more state, override ``save`` and ``load``. Ranks: all, collectively.
         """
         for engine_idx, engine in enumerate(context.models):
-            state.save_engine(engine, path, f"model{engine_idx}")
+            state.save_engine(engine, path, self._engine_tag(engine_idx))
 
     def load(self, context: DeepSpeedTrialContext, load_path: pathlib.Path) -> None:
         """Load the files that ``save`` wrote. Ranks: all, collectively.
@@ -61,9 +61,10 @@ class Checkpointable:
             CheckpointError: an engine has no files to load.
         """
         for engine_idx, engine in enumerate(context.models):
-            state.load_engine(engine, load_path, f"model{engine_idx}")
+            state.load_engine(engine, load_path, self._engine_tag(engine_idx))
 
     def _engine_tag(self, engine_idx: int) -> str:
+        """Return DeepSpeed's tag (a folder in the checkpoint) for an engine's files."""
         return f"model{engine_idx}"
 
     def _load_beside_engines(self, context: DeepSpeedTrialContext, load_path: pathlib.Path) -> None:

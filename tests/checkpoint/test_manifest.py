@@ -4,8 +4,6 @@ import json
 import pathlib
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from sample_layouts import PLAIN_LAYOUT
 
 from dstrial.checkpoint.manifest import (
@@ -14,8 +12,8 @@ from dstrial.checkpoint.manifest import (
     FileEntry,
     Manifest,
     hash_files,
+    layouts_of,
     read_manifest,
-    share_of,
     write_manifest,
 )
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
@@ -87,11 +85,10 @@ def test_manifest_of_newer_format_is_rejected(manifest: Manifest, tmp_path: path
         read_manifest(tmp_path)
 
 
-@given(st.lists(st.text(), unique=True), st.integers(1, 9))
-def test_file_shares_are_disjoint_complete_and_balanced(files: list[str], parts: int) -> None:
-    shares = [share_of(files, part, parts) for part in range(parts)]
-    assert sorted(file for share in shares for file in share) == sorted(files)
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+def test_unreadable_layout_error_names_checkpoint() -> None:
+    manifest = Manifest(1, "", ({"zero_stage": 1},), {})
+    with pytest.raises(CheckpointError, match="checkpoint somewhere describes its layout in another form"):
+        layouts_of(manifest, "somewhere")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,18 +7,14 @@ import math
 
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_layouts import PLAIN_LAYOUT
+from sample_layouts import PLACE, PLAIN_LAYOUT
 
-from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace
-from dstrial.checkpoint.shards import ShardMap, overlaps, own_shard
+from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace, ShardMap, overlaps, own_shard
 
 
 def place(name: str, numel: int, **where: object) -> ParameterPlace:
-    values = {
-        "name": name, "shape": (numel,), "dtype": "float32", "trainable": True, "group_idx": 0, "tied_to": None,
-        "stage": 0, "model_part": 0, "is_cut": False, "buffer_idx": 0, "offset": 0, "partition_numel": None, **where,
-    }  # fmt: skip
-    return ParameterPlace(**values)
+    changes = {"name": name, "shape": (numel,), "buffer_idx": 0, **where}
+    return dataclasses.replace(PLACE, **changes)  # type: ignore[arg-type]
 
 
 def layout(stage: int, buffer: FlatBuffer | None, places: list[ParameterPlace]) -> Layout:

@@ -17,9 +17,8 @@ import warm_start
 import yaml
 from checkpoint_maker import DEFINITIONS
 
-from dstrial.checkpoint.file_roles import layouts_of
 from dstrial.checkpoint.layout import Layout
-from dstrial.checkpoint.manifest import read_manifest, write_manifest
+from dstrial.checkpoint.manifest import layouts_of, read_manifest, write_manifest
 from dstrial.engine.checkpoint_reader.open import open_saved_engine
 from dstrial.engine.checkpoint_reader.saved_engine import MASTER
 from dstrial.local.run_directory import RunDirectory

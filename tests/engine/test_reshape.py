@@ -10,28 +10,14 @@ from typing import Any
 import pytest
 import reshape_program
 import torch
-from sample_layouts import PLAIN_LAYOUT
+from sample_layouts import PLACE, PLAIN_LAYOUT
 
-from dstrial.checkpoint.layout import Layout, ParameterPlace
+from dstrial.checkpoint.layout import Layout
 from dstrial.engine.state import merged_tied_modules
 from dstrial.errors import CheckpointLayoutError
 from dstrial.resume.plan import reshape_problems
 from dstrial.testing.ranks import run_function
 
-PLACE = ParameterPlace(
-    name="weight",
-    shape=(4, 3),
-    dtype="float32",
-    trainable=True,
-    group_idx=0,
-    tied_to=None,
-    stage=0,
-    model_part=0,
-    is_cut=False,
-    buffer_idx=None,
-    offset=0,
-    partition_numel=None,
-)
 LAYOUT = dataclasses.replace(
     PLAIN_LAYOUT, zero_stage=0, optimizer="AdamW", lr_scheduler="WarmupLR", parameters=(PLACE,)
 )

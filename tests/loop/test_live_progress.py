@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dstrial.loop.live_progress import LiveProgress
+from dstrial.loop.metric_sinks import LiveProgress
 
 REPORTS: list[tuple[str, int, dict[str, Any]]] = [
     ("training", 10, {"loss": 0.5, "samples_per_second": 100.0}),

@@ -4,10 +4,15 @@ import math
 
 import torch
 
-from dstrial.engine.finite_weights import StepCounts
 from dstrial.errors import NonFiniteError
 from dstrial.loop.metrics import MetricWindow
-from dstrial.loop.non_finite import NonFiniteGuard, StateEvidence, lost_weight, unsafe_to_save_reason
+from dstrial.loop.non_finite import (
+    NonFiniteGuard,
+    StateEvidence,
+    StepCounts,
+    lost_weight,
+    unsafe_to_save_reason,
+)
 
 NAN = float("nan")
 GOOD, BAD = True, False

@@ -5,7 +5,8 @@ import contextlib
 
 from determined import core
 
-from dstrial.loop.sync_point import StopReason, SyncPoints
+from dstrial.errors import PeerFailedError
+from dstrial.loop.sync_point import StopReason, SyncPoints, result_of_chief
 
 
 class Clock:
@@ -16,7 +17,23 @@ class Clock:
         return self.now_s
 
 
-def points_at(seconds_per_batch, total, stop_request=lambda: None, rank_count=1):
+def on_two_ranks(function):
+    """Call a function with the Determined context of each of two threads."""
+
+    def run(rank):
+        with contextlib.closing(
+            core.DistributedContext(
+                rank=rank, size=2, local_rank=rank, local_size=2, cross_rank=0, cross_size=1,
+                chief_ip="127.0.0.1", port_offset=47,
+            )
+        ) as distributed:  # fmt: skip
+            return function(distributed)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as ranks:
+        return list(ranks.map(run, range(2)))
+
+
+def points_at(seconds_per_batch, total, stop_request=lambda _clock: None):
     clock = Clock()
     points = SyncPoints(core.DummyDistributedContext(), lambda: stop_request(clock), clock)
     points.start(0)
@@ -31,12 +48,8 @@ def points_at(seconds_per_batch, total, stop_request=lambda: None, rank_count=1)
     return agreed
 
 
-def silent(_clock):
-    return None
-
-
 def test_sync_interval_grows_to_five_seconds():
-    agreed = [batches for batches, _ in points_at(0.01, 3000, silent)]
+    agreed = [batches for batches, _ in points_at(0.01, 3000)]
     gaps = [b - a for a, b in zip(agreed, agreed[1:], strict=False)]
     assert agreed[0] == 1
     assert gaps[:2] == [8, 64]
@@ -44,7 +57,7 @@ def test_sync_interval_grows_to_five_seconds():
 
 
 def test_slow_batches_sync_after_every_batch():
-    assert [batches for batches, _ in points_at(20.0, 5, silent)] == [1, 2, 3, 4, 5]
+    assert [batches for batches, _ in points_at(20.0, 5)] == [1, 2, 3, 4, 5]
 
 
 def test_stop_request_stops_after_current_batch():
@@ -55,17 +68,27 @@ def test_stop_request_stops_after_current_batch():
 def test_agree_uses_determined_context():
     """A user may pass Determined's DistributedContext to `init(distributed=...)`."""
 
-    def exchange(rank):
-        with contextlib.closing(
-            core.DistributedContext(
-                rank=rank, size=2, local_rank=rank, local_size=2, cross_rank=0, cross_size=1,
-                chief_ip="127.0.0.1", port_offset=47,
-            )
-        ) as distributed:  # fmt: skip
-            points = SyncPoints(distributed, lambda: StopReason.REQUESTED if rank == 1 else None, Clock())
-            points.start(0)
-            agreement = points.agree(1, payload=rank)
-            return agreement.payloads, agreement.stop, points.next_batch
+    def exchange(distributed):
+        reason = StopReason.REQUESTED if distributed.rank == 1 else None
+        points = SyncPoints(distributed, lambda: reason, Clock())
+        points.start(0)
+        agreement = points.agree(1, payload=distributed.rank)
+        return agreement.payloads, agreement.stop, points.next_batch
 
-    with concurrent.futures.ThreadPoolExecutor(2) as ranks:
-        assert list(ranks.map(exchange, range(2))) == [([0, 1], StopReason.REQUESTED, 9)] * 2
+    assert on_two_ranks(exchange) == [([0, 1], StopReason.REQUESTED, 9)] * 2
+
+
+def test_all_ranks_get_result_or_error_of_chief():
+    def call(distributed):
+        def fail():
+            raise KeyError("no such label")
+
+        try:
+            return result_of_chief(distributed, "evaluate_full_dataset", fail)
+        except (KeyError, PeerFailedError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    assert on_two_ranks(lambda one: result_of_chief(one, "save", lambda: one.rank + 7)) == [7, 7]
+    chief, other = on_two_ranks(call)
+    assert chief == "KeyError: 'no such label'"
+    assert other.startswith("PeerFailedError: evaluate_full_dataset has failed on rank 0 (KeyError: 'no such")

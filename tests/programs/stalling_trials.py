@@ -11,7 +11,7 @@ from small_records import Records
 from small_trials import DataParallelTrial
 
 from dstrial import DataLoader, PyTorchCallback
-from dstrial.checkpoint.file_roles import rank_state_name
+from dstrial.checkpoint.manifest import rank_state_name
 
 FOREVER_S = 600
 

@@ -15,9 +15,8 @@ import foreign
 import pytest
 import warm_start
 
-from dstrial.checkpoint.file_roles import layouts_of
 from dstrial.checkpoint.integrity import check_integrity
-from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file, read_manifest
+from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file, layouts_of, read_manifest
 from dstrial.errors import CheckpointDamagedError
 from dstrial.local.run_directory import RunDirectory
 from dstrial.testing.master import MasterForTest

@@ -2,7 +2,7 @@
 
 import json
 
-from small_runs import TIMINGS, deepspeed_config
+from small_runs import TIMINGS, complete_steps, deepspeed_config
 
 from dstrial import Batch, Trainer, init
 
@@ -30,10 +30,7 @@ class Outcome:
         return {row["steps_completed"]: row["metrics"] for row in rows if row["group"] == group}
 
     def checkpoints(self):
-        return sorted(
-            json.loads(mark.read_text())["steps_completed"]
-            for mark in self.directory.checkpoints_path.glob("*/COMPLETE")
-        )
+        return complete_steps(self.directory.path)
 
 
 def fit(trial=None, hparams=None, exp_conf=EXP_CONF, run_dir=None, **arguments):

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import os
 import pathlib
+import subprocess
+import sys
 
 import warm_start
 import yaml
@@ -12,6 +14,12 @@ from dstrial.local.run_directory import RunDirectory
 
 DEFINITIONS = pathlib.Path(__file__).parents[1] / "programs"
 TIMINGS = {"batches_per_second", "samples_per_second"}
+
+
+def complete_steps(run_path):
+    """Return the batches of the complete checkpoints of a run directory, ascending."""
+    marks = pathlib.Path(run_path).glob("checkpoints/*/COMPLETE")
+    return sorted(json.loads(mark.read_text())["steps_completed"] for mark in marks)
 
 
 @dataclasses.dataclass
@@ -32,8 +40,7 @@ class Run:
         }
 
     def checkpoints(self):
-        marks = self.directory.checkpoints_path.glob("*/COMPLETE")
-        return sorted(json.loads(mark.read_text())["steps_completed"] for mark in marks)
+        return complete_steps(self.directory.path)
 
 
 def deepspeed_config(stage=0, **sections):
@@ -61,21 +68,10 @@ def experiment(hyperparameters, batches, report=7, validate=8, checkpoint=5, **f
     }
 
 
-def train(
-    tmp_path,
-    trial,
-    config,
-    ranks=1,
-    run=None,
-    env=None,
-    timeout_s=200,
-    context_dir=DEFINITIONS,
-    module="small_trials",
-    run_program=warm_start.run,
-):
-    """Train, or resume ``run`` from its newest checkpoint; return the run.
+def prepare(tmp_path, trial, config, ranks, run=None, env=None, context_dir=DEFINITIONS):
+    """Return (run directory, words after ``python -m``, environment) of a launcher.
 
-    ``run_program`` has the signature of ``warm_start.run``.
+    ``trial`` is ``module:Class``. ``run`` is a run to resume from its newest checkpoint.
     """
     tmp_path.mkdir(parents=True, exist_ok=True)
     config_path = tmp_path / "experiment.yaml"
@@ -97,9 +93,45 @@ def train(
         **(env or {}),
     }
     words = ["dstrial.launch", "--slots", str(ranks), "--config", str(config_path)]
-    words += ["--context-dir", str(context_dir), "--trial", f"{module}:{trial}"]
+    words += ["--context-dir", str(context_dir), "--trial", trial]
+    return directory, words, environ
+
+
+def train(
+    tmp_path,
+    trial,
+    config,
+    ranks=1,
+    run=None,
+    env=None,
+    timeout_s=200,
+    context_dir=DEFINITIONS,
+    module="small_trials",
+    run_program=warm_start.run,
+):
+    """Train, or resume ``run`` from its newest checkpoint; return the run.
+
+    ``run_program`` has the signature of ``warm_start.run``.
+    """
+    directory, words, environ = prepare(
+        tmp_path, f"{module}:{trial}", config, ranks, run, env, context_dir=context_dir
+    )
     done = run_program(words, env=environ, cwd=tmp_path, timeout=timeout_s)
     return Run(directory, done.stdout + done.stderr, done.returncode)
+
+
+def start(tmp_path, trial, config, **variables):
+    """Start ``module:Class`` on two ranks; return process, run directory, output file."""
+    directory, words, environ = prepare(tmp_path, trial, config, 2, env=variables)
+    with (tmp_path / "output").open("w") as output:
+        process = warm_start.Popen(
+            [sys.executable, "-m", *words],
+            env=environ,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=tmp_path,
+        )
+    return process, directory, tmp_path / "output"
 
 
 def submit(master, tmp_path, config):

@@ -5,10 +5,9 @@ import collections
 import platformdirs
 import pytest
 from determined import errors
-from in_process_fits import EXP_CONF, fit, trial_class, values
-from small_runs import deepspeed_config
+from in_process_fits import fit, trial_class, values
 
-from dstrial import Batch, DataLoader, Epoch, PyTorchCallback, init
+from dstrial import Batch, DataLoader, Epoch, PyTorchCallback
 from dstrial.errors import CheckpointLayoutError, DataError, DstrialError, TrialContractError
 
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")]
@@ -69,48 +68,10 @@ def without_engine():
     fit(trial_class(__init__=__init__))
 
 
-def second_mpu():
-    with init(hparams={"deepspeed_config": deepspeed_config()}, exp_conf=EXP_CONF) as context:
-        trial = trial_class()(context)
-        context.set_mpu(trial.context._mpu)
-        context.set_mpu(trial.context._mpu)
-
-
-def in_context(ask, exp_conf=EXP_CONF):
-    def go():
-        with init(hparams={}, exp_conf=exp_conf) as context:
-            ask(context)
-
-    return go
-
-
-NO_SEED = {key: value for key, value in EXP_CONF.items() if key != "reproducibility"}
-
-
 @pytest.mark.parametrize(
     ("go", "kind", "message"),
     [
         (without_engine, errors.InvalidExperimentException, "no wrapped model engine"),
-        (
-            second_mpu,
-            errors.InvalidExperimentException,
-            r"^Only one MPU can be passed to DeepSpeedTrialContext\. ",
-        ),
-        (
-            in_context(lambda context: context.get_train_micro_batch_size_per_gpu()),
-            errors.InvalidExperimentException,
-            "before an engine is wrapped",
-        ),
-        (
-            in_context(lambda context: context.is_epoch_start()),
-            errors.InternalException,
-            "before training",
-        ),
-        (
-            in_context(lambda context: context.get_trial_seed(), NO_SEED),
-            errors.InternalException,
-            "no trial seed",
-        ),
         (
             fit_with(train_batch=lambda self, items, e, b: next(items) and 3),
             errors.InvalidExperimentException,

@@ -3,12 +3,13 @@
 import copy
 import importlib
 import json
+import pathlib
 
 import pytest
 import torch
 from deepspeed_release import needs_0_19_8
 from in_process_fits import EXP_CONF, fit, trial_class
-from small_runs import deepspeed_config, experiment, train
+from small_runs import complete_steps, deepspeed_config, experiment, train
 
 from dstrial import Batch
 from dstrial.errors import ConfigError, NonFiniteError
@@ -33,16 +34,12 @@ def fit_nan(name, exp_conf=EXP_CONF, data=None, stage=0, sections=None, **argume
 
 
 def runs():
-    import pathlib
-
     return [record.parent for record in pathlib.Path("runs").glob("*/*/run.json")]
 
 
 def steps_saved():
     (run,) = runs()
-    return sorted(
-        json.loads(mark.read_text())["steps_completed"] for mark in run.glob("checkpoints/*/COMPLETE")
-    )
+    return complete_steps(run)
 
 
 def reported():

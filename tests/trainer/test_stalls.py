@@ -3,16 +3,10 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 
 import pytest
-import warm_start
-import yaml
-from small_runs import DEFINITIONS, deepspeed_config, experiment, train
+from small_runs import deepspeed_config, experiment, start, train
 from waiting import wait_for
-
-from dstrial.local.run_directory import RunDirectory
 
 pytestmark = pytest.mark.ranks
 
@@ -26,22 +20,9 @@ def stalling_config(batches=30, *, stage=1, timeout=2, action="restart", **hyper
 def test_stopped_rank_is_named_and_training_continues(tmp_path):
     pid_file = tmp_path / "pid"
     config = stalling_config(timeout=600, action="report", pid_file=str(pid_file))
-    (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(config))
-    directory = RunDirectory.create(
-        tmp_path / "runs", name="small", context_dir=DEFINITIONS, command=["test"], config=config
+    process, _, shown = start(
+        tmp_path, "stalling_trials:StoppedTrial", config, DSTRIAL_ALLOCATION_DIR=str(tmp_path)
     )
-    words = ["-m", "dstrial.launch", "--slots", "2", "--config", str(tmp_path / "experiment.yaml")]
-    words += ["--context-dir", str(DEFINITIONS), "--trial", "stalling_trials:StoppedTrial"]
-    variables = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "DSTRIAL_RUN_DIR": str(directory.path)}
-    shown = tmp_path / "output"
-    with shown.open("w") as output:
-        process = warm_start.Popen(
-            [sys.executable, *words],
-            env={**os.environ, **variables, "DSTRIAL_ALLOCATION_DIR": str(tmp_path)},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            cwd=tmp_path,
-        )
     try:
         wait_for(lambda: "stack of rank 0" in shown.read_text(), deadline_s=120)
         (line,) = re.findall("dstrial.launch: (stalled: rank.*)", shown.read_text())

@@ -1,46 +1,20 @@
 """Stop by SIGTERM or by user code: all ranks stop after the same batch."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
-import yaml
-from small_runs import DEFINITIONS, Run, deepspeed_config, experiment, train
+from small_runs import Run, deepspeed_config, experiment, start, train
 from waiting import wait_for
 
-from dstrial.local.run_directory import RunDirectory
-
 pytestmark = pytest.mark.ranks
-
-
-def start(tmp_path, config, trial, **options):
-    """Start a trial on two ranks; return process, run directory and output file."""
-    config_path = tmp_path / "experiment.yaml"
-    config_path.write_text(yaml.safe_dump(config))
-    directory = RunDirectory.create(
-        tmp_path / "runs", name="small", context_dir=DEFINITIONS, command=["test"], config=config
-    )
-    command = [sys.executable, "-m", "dstrial.launch", "--slots", "2", "--config", str(config_path)]
-    command += ["--context-dir", str(DEFINITIONS), "--trial", trial]
-    environ = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "DSTRIAL_RUN_DIR": str(directory.path),
-    }
-    with (tmp_path / "output").open("w") as output:
-        process = subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT)
-    return process, directory, tmp_path / "output"
 
 
 def test_sigterm_before_first_batch_is_no_failure(tmp_path):
     hyperparameters = {"deepspeed_config": deepspeed_config(1), "num_records": 70, "first_batch_s": 600}
     config = experiment(hyperparameters, batches=5)
-    process, directory, output = start(tmp_path, config, "stalling_trials:SlowFirstBatchTrial")
+    process, directory, output = start(tmp_path, "stalling_trials:SlowFirstBatchTrial", config)
     with process:
         wait_for(lambda: "training the first batch" in output.read_text())
         process.send_signal(signal.SIGTERM)
@@ -56,7 +30,7 @@ def test_sigterm_before_first_batch_is_no_failure(tmp_path):
 def test_sigterm_stops_ranks_together_and_resume_is_exact(tmp_path):
     hyperparameters = {"deepspeed_config": deepspeed_config(1), "num_records": 70, "batch_sleep_s": 0.02}
     config = experiment(hyperparameters, batches=120, report=10, validate=1000, checkpoint=1000)
-    process, directory, output = start(tmp_path, config, "small_trials:DataParallelTrial")
+    process, directory, output = start(tmp_path, "small_trials:DataParallelTrial", config)
     with process:
         wait_for(lambda: directory.metrics_path.exists() and directory.metrics_path.read_text())
         process.send_signal(signal.SIGTERM)

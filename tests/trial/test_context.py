@@ -5,9 +5,10 @@ import inspect
 import determined.pytorch.deepspeed as upstream
 import pytest
 import torch
+from determined import errors
 
 import dstrial
-from dstrial.errors import TrialContractError
+from dstrial.errors import DstrialError, TrialContractError
 from dstrial.trial.context import runtime_of
 
 pytestmark = pytest.mark.ranks
@@ -42,6 +43,14 @@ def engine(context):
         model=model, model_parameters=model.parameters(), config=context.get_deepspeed_config()
     )
     return made
+
+
+def refuse(kind, message, call, *args):
+    """Assert that a call raises Determined's ``kind`` of error, which is dstrial's too."""
+    with pytest.raises(kind, match=message) as caught:
+        call(*args)
+    assert isinstance(caught.value, (DstrialError, ValueError))
+    assert not str(caught.value).startswith("Internal error")
 
 
 @pytest.mark.parametrize("name", ["DeepSpeedTrialContext", "DeepSpeedTrial", "Trainer", "ModelParallelUnit"])
@@ -83,8 +92,9 @@ def test_deepspeed_config_resolves_auto_without_mutation(context):
 
 def test_batch_sizes_come_from_first_engine(context, engine):
     for asked in (context.get_train_micro_batch_size_per_gpu, context.get_num_micro_batches_per_slot):
-        with pytest.raises(TrialContractError, match="Call wrap_model_engine first"):
-            asked()
+        refuse(
+            errors.InvalidExperimentException, "before an engine is wrapped.*Call wrap_model_engine", asked
+        )
     assert context.wrap_model_engine(engine) is engine
     assert context.models == [engine]
     assert (context.get_train_micro_batch_size_per_gpu(), context.get_num_micro_batches_per_slot()) == (4, 3)
@@ -110,17 +120,16 @@ def test_wrap_model_engine_refuses_plain_module(context):
 
 def test_set_mpu_needs_engine_and_works_once(context, engine):
     unit = dstrial.ModelParallelUnit(0, 1, should_report_metrics=True, should_build_data_loader=True)
-    with pytest.raises(TrialContractError, match="Call wrap_model_engine first"):
-        context.set_mpu(unit)
+    refuse(errors.InvalidExperimentException, "Call wrap_model_engine first", context.set_mpu, unit)
     context.wrap_model_engine(engine)
     context.set_mpu(unit)
-    with pytest.raises(TrialContractError, match="a second time"):
-        context.set_mpu(unit)
+    twice = r"^Only one MPU can be passed to DeepSpeedTrialContext\. .*a second time"
+    refuse(errors.InvalidExperimentException, twice, context.set_mpu, unit)
 
 
 def test_position_is_known_only_during_training(context):
-    with pytest.raises(TrialContractError, match="before training"):
-        context.current_train_batch()
+    for asked in (context.current_train_batch, context.is_epoch_start):
+        refuse(errors.InternalException, "before training", asked)
     context._current_batch_idx, context._epoch_len = 9, 5
     assert (context.current_train_batch(), context.current_train_epoch()) == (9, 1)
     assert (context.is_epoch_start(), context.is_epoch_end()) == (False, True)
@@ -141,11 +150,11 @@ def test_missing_config_error_names_argument(tmp_path, monkeypatch):
         for asked, missing in [
             (bare.get_hparams, "pass hparams"),
             (bare.get_experiment_config, "pass exp_conf"),
-            (bare.get_trial_seed, "experiment_seed"),
             (bare.get_global_batch_size, "global_batch_size"),
         ]:
             with pytest.raises(ValueError, match=missing):
                 asked()
+        refuse(errors.InternalException, "no trial seed.*experiment_seed", bare.get_trial_seed)
 
 
 def test_to_device_keeps_structure(context):

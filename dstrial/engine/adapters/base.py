@@ -88,9 +88,10 @@ class EngineAdapter:
     def validation_rounds(
         self, num_records: int, records_per_micro_batch: int, *, all_replicas: bool = False
     ) -> tuple[ValidationRound, ...]:
-        """Plan a validation in which the replicas together evaluate each record once.
+        """Return this replica's rounds of a validation, in order.
 
-        Returns this replica's rounds in order. ``evaluate_batch`` is called once per round, but not for an empty round.
+        The rounds of all replicas together evaluate each record once. In each round the loop calls ``evaluate_batch`` once,
+        except in an empty round.
 
         Args:
             num_records: size of the validation set.
@@ -110,10 +111,10 @@ class EngineAdapter:
     def bind_validation_round(
         self, validation_round: ValidationRound | None, iterator: Iterator[Any] | None
     ) -> None:
-        """Make ``engine.eval_batch`` evaluate this round; None ends the validation.
+        """Make ``engine.eval_batch`` evaluate this round; a no-op if not a pipeline.
 
-        The iterator yields this round's micro batches. On ranks that read no records, ``iterator`` is None. An iterator that
-        the caller passes to ``eval_batch`` takes precedence. A no-op for data-parallel engines.
+        ``validation_round`` None ends the validation. The iterator yields this round's micro batches; it is None on ranks that
+        read no records. An iterator that the caller passes to ``eval_batch`` takes precedence.
         """
 
     def layout(self, allgather: Callable[[Any], list[Any]]) -> Layout:

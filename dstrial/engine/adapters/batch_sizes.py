@@ -11,6 +11,7 @@ from dstrial.errors import ConfigError, ConfigProblem
 
 
 def dims_of(engine: DeepSpeedEngine) -> ParallelDims:
+    """Return the sizes of an engine's parallel axes."""
     is_pipeline = isinstance(engine, PipelineEngine)
     pp = int(engine.grid.get_pipe_parallel_world_size()) if is_pipeline else 1
     tp = max(int(engine.mp_world_size) // pp, 1)  # mp_world_size includes pipeline stages

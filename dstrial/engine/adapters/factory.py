@@ -17,9 +17,9 @@ from dstrial.errors import TrialContractError
 def adapt(
     engine: object, *, data_parallel_rank: int | None = None, data_parallel_world_size: int | None = None
 ) -> EngineAdapter:
-    """Return the adapter for an engine.
+    """Return the adapter through which the training loop uses an engine.
 
-    Replaces ``train_batch`` and ``eval_batch`` of a pipeline engine.
+    For a pipeline engine, this replaces the engine's ``train_batch`` and ``eval_batch``.
 
     ``data_parallel_rank`` and ``data_parallel_world_size`` are those of the user's model-parallel unit (``mpu``). Without a
     unit both are None, and the engine's own groups are used.
@@ -31,10 +31,13 @@ def adapt(
 
 
 def require_engine(engine: object) -> None:
-    """Raise an error unless ``engine`` is a DeepSpeed engine that dstrial can train.
+    """Raise ``TrialContractError`` unless dstrial can train ``engine``.
 
-    Rejected engines: sequence parallelism without process groups; AutoTP on layers with PEFT adapters; ZeRO 3 with a model
-    that ``torch.compile`` has wrapped, because DeepSpeed 0.19 fails at the wrapper.
+    Rejected are objects that are not DeepSpeed engines, and engines that combine:
+
+    - sequence parallelism without process groups;
+    - AutoTP and layers with PEFT adapters;
+    - ZeRO 3 and a model that ``torch.compile`` has wrapped, because DeepSpeed 0.19 fails at the wrapper.
     """
     if not isinstance(engine, DeepSpeedEngine):
         raise TrialContractError(

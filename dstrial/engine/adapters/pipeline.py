@@ -20,6 +20,7 @@ from dstrial.engine.random_state import RngState
 from dstrial.engine.state import bind_load_checkpoint, describe_rank
 from dstrial.errors import DataError, TrialContractError
 
+# Shapes that a pipeline's activation buffers may have: those of training, or of whole micro batches of a validation.
 _TRAINING_SHAPE = "training"
 _VALIDATION_SHAPE = "validation"
 
@@ -170,7 +171,10 @@ class PipelineAdapter(EngineAdapter):
         return total[0] / total[1]
 
     def _use_shape(self, shape: str | None) -> None:
-        """Reset the activation buffers unless they have ``shape``; None always resets."""
+        """Reset the stage's activation buffers unless they were made for ``shape``.
+
+        ``shape`` is ``_TRAINING_SHAPE`` or ``_VALIDATION_SHAPE``; None always resets.
+        """
         if shape is None or shape != self._shape:
             self.engine.reset_activation_shape()
             self._input_shapes = None

@@ -46,10 +46,10 @@ _NEVER_READ = frozenset({"training_args.bin"})
 """Files that transformers' Trainer writes for information; neither the Trainer (4.56, 5.23) nor dstrial reads them."""
 
 _OTHER_FORM = "a pickle of another form than torch writes"
-
-_MAX_SHOWN = 5
-
 _TORCHSCRIPT = "a TorchScript archive"
+# Both stand in messages where the names of classes would be.
+
+_MAX_SHOWN = 5  # names of classes in a message
 
 _ARCHIVE = b"PK\x03\x04"
 """First bytes of torch's format since 1.6 (``torch.serialization._is_zipfile``)."""
@@ -92,7 +92,8 @@ def load(
 def load_mapped(path: pathlib.Path, *, holds: str, trusts_code: bool = False) -> dict[str, Any]:
     """Load a file of ``torch.save`` on the CPU, with memory-mapped tensors.
 
-    ``holds`` describes the file's content for error messages. ``trusts_code``: whether classes outside ``LISTED`` may be loaded.
+    ``holds`` describes the file's content for error messages. ``trusts_code``: whether classes outside ``LISTED`` may be loaded,
+    which can run code.
 
     Raises:
         CheckpointDamagedError: the file is missing or cannot be read.
@@ -115,9 +116,10 @@ def load_mapped(path: pathlib.Path, *, holds: str, trusts_code: bool = False) ->
 def untrusted(
     found: Mapping[str, Iterable[str]], fix: str = "Add --trust-code if you trust who wrote it."
 ) -> UntrustedCheckpointError:
-    """Return an error that names each file and its classes that are not allowed.
+    """Return the error for files that contain classes which could run code.
 
-    ``found`` maps each file to its classes and functions outside ``LISTED``. ``fix`` is the message's last sentence.
+    ``found`` maps each file to its classes and functions outside ``LISTED``, which the message names. ``fix`` is the message's
+    last sentence.
     """
     files = "; ".join(f"{name} holds {_shown(list(names))}" for name, names in found.items())
     return UntrustedCheckpointError(
@@ -133,7 +135,7 @@ def _shown(names: list[str]) -> str:
 
 
 def contents_of(path: pathlib.Path) -> PickleContents:
-    """Return the classes and functions that a file's pickles name, importing nothing.
+    """Return which classes and functions a file's pickles name, without importing.
 
     If the file is not a pickle, the result is empty. If the scan of a pickle fails, the names before the failure are returned.
     """
@@ -165,10 +167,10 @@ def contents_of(path: pathlib.Path) -> PickleContents:
 
 
 def unlisted_names(contents: PickleContents, *, may_hold_arrays: bool = False) -> tuple[str, ...]:
-    """Return a file's classes and functions that could run code when loaded.
+    """Return the classes and functions of a file that could run code when loaded.
 
-    These are the names that neither torch's ``weights_only`` unpickler nor ``LISTED`` allows. ``may_hold_arrays``: whether names
-    that load NumPy arrays are allowed too.
+    These are the names in ``contents`` that neither torch's ``weights_only`` unpickler nor ``LISTED`` allows.
+    ``may_hold_arrays``: whether names that load NumPy arrays are allowed too.
     """
     known = _weights_only_unpickler._get_allowed_globals()
     unlisted = [name for name in contents.names if name not in known and name not in LISTED]
@@ -239,9 +241,10 @@ def _torch_listed() -> Iterator[None]:
 def bind_checkpoint_engine(engine: Any) -> None:
     """Make a DeepSpeed engine read checkpoint files with ``load`` of this module.
 
-    ``load`` rejects classes outside ``LISTED``, except inside ``vouched_for``; DeepSpeed 0.19.8 loads with
-    ``weights_only=False`` (``torch_checkpoint_engine.py:37``). ``torch.compile``'s prefix is added to or removed from loaded
-    parameter names to match the engine's module. The checkpoint engine's class, on which DeepSpeed depends, is kept.
+    ``load`` rejects classes outside ``LISTED``, except inside ``vouched_for``. DeepSpeed 0.19.8 itself would load any class
+    (``weights_only=False``, ``torch_checkpoint_engine.py:37``). ``torch.compile``'s prefix is added to or removed from loaded
+    parameter names to match the engine's module. Only ``load`` of DeepSpeed's checkpoint engine is replaced, because DeepSpeed
+    depends on the object's class.
     """
     own = engine.checkpoint_engine
     if own is None:
@@ -260,7 +263,10 @@ _VOUCHED = "dstrial_trusts_code"  # attribute of a bound checkpoint engine
 
 @contextlib.contextmanager
 def vouched_for(engines: Sequence[Any], *, trusts_code: bool) -> Iterator[None]:
-    """If ``trusts_code``, let engines load classes outside ``LISTED`` in the block."""
+    """Let engines load any class inside the block if ``trusts_code`` is true.
+
+    Otherwise they load only the classes of ``LISTED``.
+    """
     owns = [engine.checkpoint_engine for engine in engines if engine.checkpoint_engine is not None]
     for own in owns:
         setattr(own, _VOUCHED, trusts_code)

@@ -17,8 +17,16 @@ from typing import Any
 
 import torch
 
-from dstrial.checkpoint.layout import Layout, ParameterPlace, keeps_whole_matrices
-from dstrial.checkpoint.shards import Shard, ShardMap, overlaps, own_shard, positions_in_groups
+from dstrial.checkpoint.layout import (
+    Layout,
+    ParameterPlace,
+    Shard,
+    ShardMap,
+    keeps_whole_matrices,
+    overlaps,
+    own_shard,
+    positions_in_groups,
+)
 from dstrial.engine.checkpoint_reader.safe_load import load_mapped
 from dstrial.engine.parameter_names import plain_name, with_plain_names
 from dstrial.errors import CheckpointDamagedError, CheckpointLayoutError
@@ -27,10 +35,12 @@ from dstrial.resume.plan import STATE_KEYS
 MASTER = "master"
 """Key of a parameter's master weights; the other keys are those of the optimizer's state, for example ``exp_avg``."""
 
+# Keys of an optimizer file that may contain the flat master weights, and the state of the optimizer inside DeepSpeed's wrapper.
 _MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups", "fp32_groups_flat")
-_SCRATCH_NUMEL = 1 << 20
-_WITH_RECORDS = frozenset({"DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer"})
 _BASE_STATES = ("base_optimizer_state", "optimizer_state_dict")
+_SCRATCH_NUMEL = 1 << 20  # elements in memory at a time while two copies are compared
+# Wrappers whose files record where each parameter's elements are.
+_WITH_RECORDS = frozenset({"DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer"})
 # Without ZeRO, these optimizers count ``step`` only for a group's last parameter (DeepSpeed 0.19.8 ``ops/adam/fused_adam.py``).
 _COUNTING_PER_GROUP = frozenset({"FusedAdam", "FusedLion", "MuonWithAuxAdam"})
 
@@ -43,7 +53,7 @@ class SavedEngine:
         tag: name of the engine's folder in ``root``.
         layout: the engine's layout, from the manifest.
         tied: key of a pipeline's tied layer -> its state dict; DeepSpeed's files do not have these keys.
-        trusts_code: whether classes outside ``safe_load.LISTED`` may be loaded, see ``safe_load.load``.
+        trusts_code: whether classes outside ``safe_load.LISTED`` may be loaded, which can run code.
 
     Raises:
         CheckpointLayoutError: the files' format does not allow reading single parameters.
@@ -101,16 +111,14 @@ class SavedEngine:
         return place if place.tied_to in (None, name) else self.place(place.tied_to)
 
     def holds(self, name: str) -> bool:
-        """Return whether the files hold a parameter; frozen ones may be left out."""
+        """Return whether the files have a parameter's weights; frozen ones may be absent."""
         return name not in self._places or self.place(name).name not in self.layout.frozen_checksums
 
-    def is_optimized(self, name: str) -> bool:
-        return self.place(name).group_idx is not None
-
     def state_keys(self, name: str) -> list[str]:
-        """Return sorted keys of a parameter's element-wise state, such as ``exp_avg``.
+        """Return the keys of optimizer state with one value per element of a parameter.
 
-        Empty before the first step, and for a parameter that no optimizer owns.
+        The keys, such as ``exp_avg``, are sorted. There are none before the first step, and none for a parameter that no
+        optimizer owns.
         """
         place = self.place(name)
         if place.group_idx is None:
@@ -153,7 +161,7 @@ class SavedEngine:
         self._copy(self.place(name), key, begin, out)
 
     def recorded(self, name: str, key: str, begin: int, numel: int) -> Iterator[torch.Tensor]:
-        """Yield the elements that ``copy`` copies, located by DeepSpeed's own records.
+        """Yield the elements that ``copy`` copies, found through DeepSpeed's own records.
 
         The records are ``param_slice_mappings`` of ZeRO 1, 2 and ``BF16_Optimizer``, and ``param_shapes`` of ZeRO 3. Other
         optimizers are not partitioned and have no records; their elements are read with ``copy``.
@@ -178,7 +186,10 @@ class SavedEngine:
             at += count
 
     def _records(self, place: ParameterPlace, key: str) -> Iterator[tuple[int, int, int, int]]:
-        """Yield pieces of state ``key``: (replica, flat buffer's index, offset, numel)."""
+        """Yield where DeepSpeed's records locate a parameter's state ``key``.
+
+        Each item is (replica, flat buffer's index, offset in the replica's partition, number of elements).
+        """
         numel = math.prod(place.shape)
         if self.layout.zero_stage == 3:
             for buffer_idx, shapes in enumerate(self._model_file(place.model_part, 0)["param_shapes"]):
@@ -279,13 +290,16 @@ class SavedEngine:
         return all(is_equal(self._model_file(part, 0).get("lr_scheduler"), first) for part in stages)
 
     def engine_state(self) -> dict[str, Any]:
-        """Return the engine's counters and scheduler state; a missing entry is None."""
+        """Return the engine's counters, and the states of its schedulers and data sampler.
+
+        A value that the files lack is None.
+        """
         state = self._model_file(0, 0)
         counters = ("skipped_steps", "global_steps", "global_samples")
         return {key: state.get(key) for key in (*counters, "lr_scheduler", "data_sampler", "random_ltd")}
 
     def loss_scale_state(self) -> dict[str, Any]:
-        """Return loss scaler attributes, such as ``cur_scale``; empty without a scaler."""
+        """Return the loss scaler's attributes, such as ``cur_scale``; {} without a scaler."""
         state = self._optimizer_state(0, 0)
         if state is None:
             return {}
@@ -297,7 +311,7 @@ class SavedEngine:
         return {name: values[name] for name in names if name in values}
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the persistent buffers of replica 0 by name, mapped from the files."""
+        """Return name -> persistent buffer of replica 0, memory-mapped from the files."""
         found: dict[str, torch.Tensor] = {}
         for part in range(self.layout.pipeline_stages):
             for name in map(plain_name, self._model_file(part, 0)["buffer_names"]):
@@ -335,6 +349,7 @@ class SavedEngine:
         return pieces
 
     def _source(self, place: ParameterPlace, key: str, piece: Shard) -> torch.Tensor:
+        """Return the flat tensor in the files that contains a shard of ``_sources``."""
         if place.group_idx is None and place.is_cut:
             fragments = self._model_file(place.model_part, piece.replica)["frozen_param_fragments"] or {}
             if place.name not in fragments and not self.holds(place.name):

@@ -4,7 +4,7 @@
 state; ``process`` covers DeepSpeed's global state in a process. No other module of dstrial imports a submodule of DeepSpeed
 beyond ``PUBLIC_MODULES``, reads a private attribute of an engine, or replaces anything in DeepSpeed. These modules import
 nothing of dstrial, so that ``dstrial.ranks`` may use them too. Config keys are in ``dstrial.config``, checkpoint files in
-``dstrial.checkpoint.file_roles`` and ``dstrial.engine.checkpoint_reader.saved_engine``.
+``dstrial.checkpoint.manifest`` and ``dstrial.engine.checkpoint_reader.saved_engine``.
 
 To support another release: generate its table of config keys (``tools/generate_deepspeed_rules.py``), update these modules, and
 run ``tests/engine``. Line numbers are of 0.19.8.

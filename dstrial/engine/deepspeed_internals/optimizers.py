@@ -102,6 +102,10 @@ def plain_groups(optimizer: Any) -> list[list[torch.nn.Parameter]]:
 
 
 def flat_masters(optimizer: Any) -> list[torch.Tensor] | None:
+    """Return this rank's partition of each flat buffer of master weights.
+
+    None for an optimizer without flat buffers.
+    """
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         masters: list[torch.Tensor] = optimizer.fp32_partitioned_groups_flat
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
@@ -116,9 +120,9 @@ def flat_masters(optimizer: Any) -> list[torch.Tensor] | None:
 
 
 def own_masters(optimizer: Any) -> list[list[torch.Tensor]] | None:
-    """Return ``FP16_UnfusedOptimizer``'s master weights by [group][position].
+    """Return ``FP16_UnfusedOptimizer``'s master weights, a list per parameter group.
 
-    None for other optimizers.
+    None for other optimizers, which have none or have flat buffers.
     """
     return optimizer.fp32_groups if isinstance(optimizer, FP16_UnfusedOptimizer) else None
 

@@ -24,15 +24,12 @@ FUSED_ADAM_KERNEL = ("deepspeed.ops.adam.fused_adam", "multi_tensor_applier")
 """Module and name of the object that calls ``FusedAdam``'s kernel; missing without CUDA."""
 
 MODULES_OF_ENGINES = ("deepspeed.module_inject.auto_ep_config", "deepspeed.moe.ep_repack")
-"""Modules that DeepSpeed imports when it creates a process's first engine, in 40 ms."""
+"""Modules that DeepSpeed 0.19.8 imports when it creates a process's first engine, in 40 ms."""
 
 COMPILER = "torch._dynamo"
 """Module that torch's optimizers import at their first step, in 1.3 s of CPU time; the import compiles nothing."""
 COMPILER_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Environment variable that the import of ``COMPILER`` sets to a directory that it creates (torch 2.13)."""
-
-MODULES_OF_ENGINES_SINCE = "0.19.8"
-"""First tested DeepSpeed release that has ``MODULES_OF_ENGINES``."""
 
 GATHERS_AWAITED_SINCE = "0.19.8"
 """First tested DeepSpeed release in which ZeRO 3 waits for all parameters that it gathers."""

@@ -67,10 +67,10 @@ def _error(error: Exception, is_real: bool, limit_bytes: int | None) -> str:
 
 
 def limit_memory(free_bytes: int | None = None) -> int | None:
-    """Limit this process's memory, so that allocations fail before an OOM kill.
+    """Limit this process's memory to 90 % of ``free_bytes``; return the limit, bytes.
 
-    The limit is 90 % of ``free_bytes``, by default the machine's free memory. Returns the limit in bytes; None if the free
-    memory is unknown.
+    Allocations then fail with an error before the kernel kills the process. ``free_bytes`` is by default the machine's free
+    memory. If the free memory is unknown, there is no limit, and the result is None.
     """
     free = available_bytes() if free_bytes is None else free_bytes
     if free is None:

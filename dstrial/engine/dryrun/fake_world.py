@@ -290,9 +290,8 @@ class ScalarReads:
     that DeepSpeed takes the step. Torch's optimizers get 1, the number of their first step.
     """
 
-    def __init__(self, constant: float = USER_CONSTANT) -> None:
+    def __init__(self) -> None:
         self.bypasses: dict[str, None] = {}  # places, in order
-        self._constant = constant
 
     def __call__(self, tensor: torch.Tensor) -> float | int | bool | complex:
         file, line = _reader()
@@ -301,7 +300,7 @@ class ScalarReads:
         elif file.startswith(_DEEPSPEED):
             value = 0.0
         else:
-            value = self._constant
+            value = USER_CONSTANT
             self.bypasses[f"{file}:{line}"] = None
         if tensor.dtype is torch.bool:
             return bool(value)

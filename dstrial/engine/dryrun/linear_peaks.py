@@ -50,15 +50,15 @@ class Trace:
 
 
 def same_before_update(trace: Trace) -> bool:
-    """Return whether the last two steps of a trace make the same allocations.
+    """Return whether the last two steps of a trace allocate and free in equal order.
 
-    Sizes may differ. Only events before the optimizer step are compared.
+    The sizes of their allocations may differ. Only events before the optimizer step are compared.
     """
     return _same(_Steps(trace))
 
 
 def memory_form(trace: Trace, low: int, high: int) -> tuple[MemoryForm, Line]:
-    """Return (peak bytes by phase, activation bytes).
+    """Return (peak bytes by phase, activation bytes), both for any micro batch size.
 
     Parameter gradients are not counted. Activations are live at the end of forward, but not between steps.
 

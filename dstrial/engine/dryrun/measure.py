@@ -1,4 +1,4 @@
-"""Train a workload at two micro batch sizes, and return the result of the dry run."""
+"""Train a request's engines at two micro batch sizes; return a dry run's result."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ class Workload(Protocol):
 
 
 def measure(request: DryRunRequest) -> ModelTrace:
-    """Build the engines, and measure one step at each of the two micro batch sizes.
+    """Build a request's engines, and measure a step at each of two micro batch sizes.
 
-    Errors of the workload, of torch and of DeepSpeed propagate; fake tensors do not support all code.
+    The request names the sizes. Errors of the workload, of torch and of DeepSpeed propagate; fake tensors do
+    not support all code.
     """
     low, high = request.micro_batch_sizes
     reads = ScalarReads()

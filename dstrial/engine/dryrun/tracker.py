@@ -11,18 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dstrial.engine.dryrun.linear_peaks import Trace
 from dstrial.engine.dryrun.values import PHASES
+from dstrial.engine.model_flops import flop_formulas
 
 _ATEN = torch.ops.aten
-_forward_count: Callable[..., int] = flop_counter.sdpa_flop_count
-_backward_count: Callable[..., int] = flop_counter.sdpa_backward_flop_count
-_SDPA_CPU = "aten::_scaled_dot_product_flash_attention_for_cpu"
-_SDPA_CPU_BACKWARD = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -44,6 +40,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self.flops: list[list[int]] = [[0, 0]]
         self.operations: list[dict[str, int]] = [{}]
         self._read_scalar = read_scalar
+        self._formulas = flop_formulas()
         self._alive: dict[int, tuple[int, Any]] = {}
         self._phase = PHASES.index("init")
 
@@ -82,11 +79,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         if func is _ATEN._local_scalar_dense.default and self._read_scalar is not None:
             return self._read_scalar(args[0])
         result = func(*args, **kwargs)
-        name = func._schema.name
         operations = self.operations[-1]
         operations[self.phase] = operations.get(self.phase, 0) + 1
-        if name in _FLOPS or func.overloadpacket in flop_counter.flop_registry:
-            self._count_flops(func, name, args, kwargs, result)
+        if (formula := self._formulas.get(func.overloadpacket)) is not None:
+            self._count_flops(int(formula(*args, **kwargs, out_val=result)))
         if isinstance(result, torch.Tensor):
             self._track(result)
         elif isinstance(result, (list, tuple)):
@@ -109,31 +105,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         number, _ = self._alive.pop(key)
         self.trace.free(number, self._phase)
 
-    def _count_flops(
-        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
-        formula = _FLOPS.get(name)
-        if formula is None:
-            formula = functools.partial(
-                flop_counter.flop_registry[func.overloadpacket], **kwargs, out_val=result
-            )
-        flops = formula(*args)
+    def _count_flops(self, flops: int) -> None:
         counted = self.flops[-1]
         counted[1] += flops
         # Within the backward pass, gradients are enabled only while a forward pass is recomputed.
         if not (self.phase == "backward" and torch.is_grad_enabled()):
             counted[0] += flops
-
-
-def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_rest: object) -> int:
-    return int(_forward_count(query.shape, key.shape, value.shape))
-
-
-def _attention_backward(
-    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_rest: object
-) -> int:
-    return int(_backward_count(grad.shape, query.shape, key.shape, value.shape))
-
-
-# FLOP formulas of the CPU's fused attention, which torch's registry lacks.
-_FLOPS: dict[str, Callable[..., int]] = {_SDPA_CPU: _attention, _SDPA_CPU_BACKWARD: _attention_backward}

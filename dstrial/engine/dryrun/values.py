@@ -83,6 +83,10 @@ class Flops:
     model: Line
     hardware: Line
 
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Flops:
+        return cls(Line(**value["model"]), Line(**value["hardware"]))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DryRunRequest:
@@ -174,14 +178,13 @@ class ModelTrace:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ModelTrace:
-        flops, tokens = value["flops"], value["tokens"]
         return cls(
             **{
                 **value,
                 "memory": memory_form_from_json(value["memory"]),
-                "activations": Line(**value["activations"]),
-                "flops": Flops(Line(**flops["model"]), Line(**flops["hardware"])),
-                "tokens": None if tokens is None else Line(**tokens),
+                "activations": _line(value["activations"]),
+                "flops": Flops.from_json(value["flops"]),
+                "tokens": _line(value["tokens"]),
                 "bypasses": tuple(value["bypasses"]),
                 "notes": tuple(value["notes"]),
                 "expert_parameters": {int(size): count for size, count in value["expert_parameters"].items()},
@@ -240,7 +243,6 @@ class DryRunResult:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> DryRunResult:
-        flops, tokens, activations = value["flops"], value["tokens"], value.get("activations")
         return cls(
             **{
                 **value,
@@ -248,11 +250,15 @@ class DryRunResult:
                 "host": memory_form_from_json(value["host"]),
                 "inner_collectives": tuple(Collective(**each) for each in value["inner_collectives"]),
                 "last_collectives": tuple(Collective(**each) for each in value["last_collectives"]),
-                "flops": Flops(Line(**flops["model"]), Line(**flops["hardware"])),
-                "tokens": None if tokens is None else Line(**tokens),
-                "activations": None if activations is None else Line(**activations),
+                "flops": Flops.from_json(value["flops"]),
+                "tokens": _line(value["tokens"]),
+                "activations": _line(value.get("activations")),
             }
         )
+
+
+def _line(value: Mapping[str, float] | None) -> Line | None:
+    return None if value is None else Line(**value)
 
 
 def memory_form_from_json(value: Mapping[str, Any]) -> MemoryForm:
@@ -271,8 +277,8 @@ def _summed(collectives: Sequence[Collective]) -> tuple[Collective, ...]:
     return tuple(Collective(*key, *totals) for key, totals in sums.items())
 
 
-def upper_envelope(lines: Iterable[tuple[float, float]], smallest: float = 1.0) -> tuple[Line, ...]:
-    """Return the lines that are highest at some micro batch size >= ``smallest``.
+def upper_envelope(lines: Iterable[tuple[float, float]]) -> tuple[Line, ...]:
+    """Return the lines that are highest at some micro batch size of at least 1.
 
     ``lines`` are pairs (base, per_record). The result, an upper convex hull, is in order of ascending slope.
     """
@@ -287,10 +293,10 @@ def upper_envelope(lines: Iterable[tuple[float, float]], smallest: float = 1.0) 
             last_base, last_slope = hull[-1]
             # From the crossing on, this line is above the last line.
             crossing = (last_base - base) / (slope - last_slope)
-            start = smallest
+            start = 1.0
             if len(hull) > 1:
                 former_base, former_slope = hull[-2]
-                start = max(smallest, (former_base - last_base) / (last_slope - former_slope))
+                start = max(start, (former_base - last_base) / (last_slope - former_slope))
             if crossing > start:
                 break
             hull.pop()

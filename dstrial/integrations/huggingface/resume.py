@@ -16,12 +16,10 @@ import torch
 from deepspeed import DeepSpeedEngine
 from determined import core
 
-from dstrial.checkpoint.file_roles import layouts_of
 from dstrial.checkpoint.integrity import read_verified
 from dstrial.checkpoint.layout import Layout
-from dstrial.checkpoint.manifest import MANIFEST_NAME, Manifest
-from dstrial.engine.checkpoint_reader.merged_engine import read_for_rank
-from dstrial.engine.checkpoint_reader.open import open_saved_engine
+from dstrial.checkpoint.manifest import MANIFEST_NAME, Manifest, layouts_of
+from dstrial.engine.checkpoint_reader.open import open_saved_engine, read_for_rank
 from dstrial.engine.checkpoint_reader.safe_load import bind_checkpoint_engine, vouched_for
 from dstrial.engine.deepspeed_internals import engines
 from dstrial.engine.frozen_parameters import without_frozen

@@ -12,8 +12,8 @@ from deepspeed import DeepSpeedEngine
 from determined import core
 
 from dstrial.config.dotted_keys import dstrial_section
-from dstrial.engine.finite_weights import StepCounts
 from dstrial.local.train_context import LocalTrainContext
+from dstrial.loop.non_finite import StepCounts
 from dstrial.telemetry.instruments import Instruments, TelemetryReports
 from dstrial.telemetry.samples import GROUP
 

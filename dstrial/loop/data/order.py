@@ -24,6 +24,7 @@ _BATCHES_PER_BLOCK = (
 )
 
 EpochOrder = Callable[[int], "Sequence[Any]"]
+"""Function that maps an epoch's index to its records: the sampler's items, in order of training."""
 
 
 def _mixed_seed(*parts: int) -> int:
@@ -108,6 +109,7 @@ def seed_all(seed: int) -> None:
 
 
 def record_seed(seed: int, epoch_idx: int, record_idx: int) -> int:
+    """Return a seed from 0 to 2**63 - 1 for the reading of one record in one epoch."""
     value = (seed * 0x9E3779B97F4A7C15 + epoch_idx * 0xBF58476D1CE4E5B9 + record_idx * 0x94D049BB133111EB) & (
         2**64 - 1
     )
@@ -131,6 +133,8 @@ def epoch_order(sampler: Any, num_records: int, seed: int) -> EpochOrder:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchGeometry:
+    """Sizes of a global batch, which all replicas train together in one step."""
+
     records_per_micro_batch: int
     micro_batches_per_batch: int
     num_replicas: int

@@ -23,9 +23,9 @@ from dstrial.errors import DataError
 logger = logging.getLogger("dstrial.loop")
 
 ResumeMode = Literal["exact", "reread", "restart"]
-"""Values of ``data.dstrial.resume_data``."""
+"""Values of ``data.dstrial.resume_data``; ``LoaderPasses.restore`` says what each does."""
 
-_END = object()
+_END = object()  # returned by ``next`` at the end of a loader
 
 
 def resume_mode(exp_conf: Mapping[str, Any] | None) -> ResumeMode:
@@ -344,7 +344,7 @@ def reading_problems(gathered: Sequence[tuple[int, int | None]]) -> list[str]:
 def position_for(
     saved: Sequence[Mapping[str, Any]], division: tuple[int, int, int], replica: int, mode: ResumeMode
 ) -> tuple[Mapping[str, Any], ResumeMode]:
-    """Return (saved position of a replica, mode), the arguments of ``restore``.
+    """Return the position and the mode with which ``LoaderPasses.restore`` continues.
 
     Args:
         saved: positions from the checkpoint: that of this rank or, if the rank layout has changed, those of all saved ranks.

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from sample_layouts import PLAIN_LAYOUT
+from sample_layouts import PLACE, PLAIN_LAYOUT
 
-from dstrial.checkpoint.layout import Layout, ParameterPlace
-from dstrial.engine.checkpoint_reader.merged_engine import MergedEngine
+from dstrial.checkpoint.layout import Layout
+from dstrial.engine.checkpoint_reader.open import MergedEngine
 from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine
 
 WHOLE = torch.arange(24.0).reshape(4, 6)
@@ -20,10 +20,7 @@ def layout(size: int, dim: int | None) -> Layout:
     shape = [4, 6]
     if dim is not None:
         shape[dim] //= size
-    place = ParameterPlace(
-        name="weight", shape=tuple(shape), dtype="float32", trainable=True, group_idx=0, tied_to=None, stage=0,
-        model_part=0, is_cut=False, buffer_idx=None, offset=None, partition_numel=None, tensor_dim=dim,
-    )  # fmt: skip
+    place = dataclasses.replace(PLACE, shape=tuple(shape), tensor_dim=dim)
     parts = tuple(dataclasses.replace(place, model_part=part) for part in range(size))
     return dataclasses.replace(PLAIN_LAYOUT, zero_stage=0, model_parallel_size=size, parameters=parts)
 

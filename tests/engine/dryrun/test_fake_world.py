@@ -16,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from dstrial.engine.dryrun.fake_world import (
+    USER_CONSTANT,
     FakeWorld,
     ScalarReads,
     renew_parameters,
@@ -81,10 +82,10 @@ def test_distributions_accept_fake_tensors_without_validation() -> None:
 
 
 def test_scalar_read_returns_constant_and_records_line() -> None:
-    reads = ScalarReads(3.5)
+    reads = ScalarReads()
     with FakeTensorMode(), tracker(read_scalar=reads):
-        assert torch.zeros(2).sum().item() == 3.5
-        assert int(torch.zeros((), dtype=torch.int64)) == 3
+        assert torch.zeros(2).sum().item() == USER_CONSTANT
+        assert int(torch.zeros((), dtype=torch.int64)) == int(USER_CONSTANT)
     assert all(Path(place.rsplit(":", 1)[0]) == Path(__file__) for place in reads.bypasses)
     assert len(reads.bypasses) == 2
     with FakeTensorMode(), pytest.raises(DataDependentOutputException):

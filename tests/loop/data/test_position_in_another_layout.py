@@ -23,14 +23,11 @@ def test_position_is_taken_from_rank_reading_data():
     assert position_of([middle]) == middle
 
 
-def test_same_accumulation_keeps_position():
-    state = {"micro_batches_drawn": 3, "else": 1}
-    assert rescale_micro_batches(state, with_accumulation(4), with_accumulation(4)) == state
-
-
-def test_other_accumulation_rescales_micro_batches():
-    moved = rescale_micro_batches({"micro_batches_drawn": 8}, with_accumulation(4), with_accumulation(2))
-    assert moved == {"micro_batches_drawn": 4}
+@pytest.mark.parametrize(("drawn", "now", "expected"), [(3, 4, 3), (8, 2, 4)])
+def test_other_accumulation_rescales_micro_batches(drawn, now, expected):
+    state = {"micro_batches_drawn": drawn, "else": 1}
+    moved = rescale_micro_batches(state, with_accumulation(4), with_accumulation(now))
+    assert moved == {"micro_batches_drawn": expected, "else": 1}
 
 
 def test_position_inside_new_micro_batch_is_rejected():
