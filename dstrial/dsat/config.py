@@ -1,4 +1,4 @@
-"""Read and check a search's options, experiment config and search space (``--space``, ``--tune``)."""
+"""Read and check the options, experiment config and search space of a search."""
 
 from __future__ import annotations
 
