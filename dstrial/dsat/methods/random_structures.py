@@ -20,7 +20,7 @@ from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.predictor.inputs import ModelInfo, largest_micro_batch
 from dstrial.dsat.space.knobs import KNOBS
 from dstrial.dsat.space.space import Space, Structure
-from dstrial.search.random_state import SearchRandom
+from dstrial.search.sampling import SearchRandom
 
 _MAX_SKIPPED = 2000  # number of skipped candidates in a row after which a search waits or ends
 _GROWING = {knob.path for knob in KNOBS if knob.grows_memory}

@@ -36,7 +36,7 @@ from dstrial.dsat.space.knobs import (
     with_neutral_values,
 )
 from dstrial.errors import ConfigError, ConfigProblem
-from dstrial.search.random_state import SearchRandom
+from dstrial.search.sampling import SearchRandom
 
 _MAX_CHECKED = 1024  # cached checks; callers ask about the same candidate several times in a row
 _STAGE_NAMES = ("pipeline_stages", "num_stages", "pipe_parallel_size")
