@@ -18,6 +18,7 @@ from dstrial.config.schema import experiment_schema
 from dstrial.config.secrets import SecretNames, masked
 from dstrial.context_directory import Context, list_context
 from dstrial.errors import ConfigError
+from dstrial.launch.slots import slots_argument
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -31,7 +32,10 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         description="Check an experiment config and the DeepSpeed config it names. Exits 0 if training can start, "
         "1 if not; all problems are listed at once. Starts no process and imports neither torch nor deepspeed.",
     )
-    add_experiment_arguments(parser, slots_help="check for N slots instead of slots_per_trial")
+    add_experiment_arguments(parser)
+    parser.add_argument(
+        "--slots", type=slots_argument, metavar="N", help="check for N slots instead of slots_per_trial"
+    )
     parser.add_argument(
         "--explain",
         action="store_true",

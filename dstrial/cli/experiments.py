@@ -10,14 +10,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dstrial.cli.streams import count_argument, text_table
+from dstrial.cli.streams import count_argument, field_lines, text_table
 from dstrial.cli.up import add_state_dir_argument
 from dstrial.config.diagnostics import dotted
 from dstrial.config.experiment_config.hyperparameters import searched_values
 from dstrial.errors import RequestError
 from dstrial.master.client import Client
 from dstrial.master.state_directory import StateDirectory
-from dstrial.visible_text import visible
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -91,7 +90,7 @@ def _list(client: Client, args: argparse.Namespace) -> int:
 def _reasons(client: Client, ids: Sequence[int]) -> dict[int, str]:
     """Return experiment id -> why it ended, which Determined's API does not return."""
     found = client.get("/page/experiments", ids=list(ids))["experiments"] if ids else []
-    return {one["id"]: visible(one["reason"]) for one in found}
+    return {one["id"]: one["reason"] for one in found}
 
 
 def _experiment(client: Client, experiment_id: int) -> dict[str, Any]:
@@ -120,12 +119,12 @@ def _show(client: Client, args: argparse.Namespace) -> int:
     metric = str(searcher.get("metric", ""))
     states = (_state(experiment), _progress(experiment), f"started {_age(experiment['startTime'])}")
     facts = [
-        ("experiment", f"{args.id}, {visible(experiment['name'])}"),
+        ("experiment", f"{args.id}, {experiment['name']}"),
         ("state", ", ".join(filter(None, states))),
-        *([("reason", reason)] if (reason := _reasons(client, [args.id])[args.id]) else []),
-        ("searcher", f"{searcher.get('name', '')}, {visible(metric)}"),
+        ("reason", _reasons(client, [args.id])[args.id] or None),
+        ("searcher", f"{searcher.get('name', '')}, {metric}"),
     ]
-    sys.stdout.write("".join(f"{name + ':':<13}{text}\n" for name, text in facts))
+    sys.stdout.write(field_lines(facts, 13))
     rows = [
         (
             str(one["id"]),

@@ -26,7 +26,9 @@ files. `dstrial run --hostfile` and `dstrial up --hostfile` make the same check 
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("hosts")
+    parser = subparsers.add_parser(
+        "hosts", description="Check whether the hosts of a hostfile can train together."
+    )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     check = actions.add_parser(
         "check",

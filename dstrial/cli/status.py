@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dstrial.cli.streams import field_lines
 from dstrial.cli.up import add_state_dir_argument, describe_slots
 from dstrial.errors import DstrialError, MasterError, RequestError
 from dstrial.master.backends.status import shown_engine, shown_hosts, shown_servers
@@ -76,7 +77,10 @@ def main(args: argparse.Namespace) -> int:
 def _read_database(
     state: StateDirectory, record: MasterRecord | None
 ) -> tuple[observe.Usage, list[dict[str, Any]], list[dict[str, Any]], str]:
-    """Return usage, starting trials, stalled trials, and the database's problem or ""."""
+    """Return usage, starting trials, stalled trials, and the database's problem or "".
+
+    If a master runs, a problem of the database is returned, else raised.
+    """
     try:
         usage = observe.usage(state)
         starting = [] if record is None else _shown(observe.starting(state), "phase")
@@ -146,7 +150,7 @@ def _text(record: MasterRecord | None, fields: dict[str, Any]) -> str:
         activity = "importing libraries" if one["state"] == "importing" else "trials start as its forks"
         rows.append(("warm", f"process {one['pid']}: {activity}; {one['num_forks']} so far"))
     rows.append(("state", f"{fields['state_dir']} ({size_text(fields['disk_bytes'])})"))
-    return "".join(f"{name + ':':<13}{value}\n" for name, value in rows)
+    return field_lines(rows, 13)
 
 
 def _counts(by_state: dict[str, int]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import re
 import shlex
 import shutil
@@ -236,7 +235,7 @@ class TestScripts:
                 output = process.stdout.read()
                 assert process.wait(DEADLINE_S) == 1
             assert re.search(
-                r"master: +has ended; experiment 1 goes on at the next `(\S*/)?dstrial up`", output
+                r"master: +has ended; experiment 1 continues after the next `(\S*/)?dstrial up`", output
             )
             master.up()
             command = project.command("--resume", "latest")
@@ -356,17 +355,6 @@ def run_and_signal(
     finally:
         process.kill()
         process.wait()
-
-
-def _read_until_closed(descriptor: int) -> Iterator[bytes]:
-    while True:
-        try:
-            chunk = os.read(descriptor, 4096)
-        except OSError:
-            return
-        if not chunk:
-            return
-        yield chunk
 
 
 TRIAL = """
