@@ -34,7 +34,7 @@ class LoggedRun:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """The numeric metrics of one report, including NaN and infinities."""
+    """One report of a run to its loggers: metrics that are numbers, NaN included."""
 
     group: Group
     batches_trained: int

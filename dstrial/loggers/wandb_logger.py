@@ -107,7 +107,7 @@ class WandbLogger:
 
     def _say_offline(self, why: str) -> None:
         logger.warning(
-            "logger wandb: %s, so the run is kept on disk and nothing is shown online; training goes on. Send it later: "
+            "logger wandb: %s, so the run is stored on disk and not shown online; training continues. Upload it later: "
             "wandb beta sync %s",
             why,
             self._directory / "wandb",

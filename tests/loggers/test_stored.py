@@ -84,7 +84,7 @@ def test_loggers_match_record_after_kill_and_resume(tmp_path: Path) -> None:
     again = train(tmp_path, "DataParallelTrial", config_of(), ranks=2, run=first, env=env)
     assert again.returncode == 0, again.output
     assert "resumed from checkpoint" in again.output
-    assert again.output.count("there is no WANDB_API_KEY, so the run is kept on disk") == 1
+    assert again.output.count("there is no WANDB_API_KEY, so the run is stored on disk") == 1
 
     expected, final = recorded(again), recorded(again, with_superseded=False)
     assert {step for step, _, _ in final} == {2, 4, 6, 8, 10, 12, 14, 16}

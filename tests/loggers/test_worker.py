@@ -110,7 +110,7 @@ def test_failing_logger_warns_once_and_counts_losses(caplog: pytest.LogCaptureFi
     lost = 3 - len(bad.rows)
     first, last = warnings(caplog)
     assert re.fullmatch(
-        r"logger mlflow: reports from batch \d on are lost: OSError: \[Errno 28\] No space left on device; training goes on",
+        r"logger mlflow: reports from batch \d on are lost: OSError: \[Errno 28\] No space left on device; training continues",
         first,
     )
     assert last == f"logger mlflow: {lost} of 3 reports are lost"
@@ -129,8 +129,8 @@ def test_logger_begin_failure_loses_all_reports(caplog: pytest.LogCaptureFixture
     assert bad.rows == []
     assert bad.states == []
     assert warnings(caplog) == [
-        "logger wandb: it cannot begin: wandb is not installed. Run: pip install 'DSTRIAL_CHECKOUT_OR_WHEEL[wandb]'. "
-        "Nothing of this run is kept there; training goes on.",
+        "logger wandb: it cannot start: wandb is not installed. Run: pip install 'DSTRIAL_CHECKOUT_OR_WHEEL[wandb]'. "
+        "No report of this run is stored there; training continues.",
         "logger wandb: 2 of 2 reports are lost",
     ]
 
@@ -175,7 +175,7 @@ def test_slow_logger_receives_queued_reports(caplog: pytest.LogCaptureFixture) -
         may_begin.set()
     assert late.rows == [("training", 1, {"loss": 1.0})]
     (warning,) = warnings(caplog)
-    assert "logger wandb: it has not begun yet; training goes on" in warning
+    assert "logger wandb: it has not started yet; training continues" in warning
 
 
 def test_logger_begin_preserves_random_state() -> None:
