@@ -73,7 +73,8 @@ def announce(module: str) -> None:
     if rank != "0":
         return
     sys.stderr.write(
-        f"dstrial: {module} is dstrial's here; data.dstrial.{SETTING}: false ({VARIABLE}=0) gives Determined's own\n"
+        f"dstrial: imports of {module} give dstrial's classes; set data.dstrial.{SETTING}: false ({VARIABLE}=0) for "
+        "Determined's own\n"
     )
     sys.stderr.flush()
 

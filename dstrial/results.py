@@ -21,8 +21,8 @@ from dstrial.master.state_directory import StateDirectory
 if TYPE_CHECKING:
     import pandas
 
-_ROW_KEYS = ("steps_completed", "time")  # columns besides the metrics
-_GROUPS = ("training", "validation")
+_ROW_KEYS = ("steps_completed", "time")  # columns of a table of metrics besides the group and the metrics
+_GROUPS = ("training", "validation")  # groups of metrics that are shown by default
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -132,7 +132,10 @@ def _compare_state(
     b: OpenCheckpoint,
     differences: dict[str, list[Difference]],
 ) -> dict[str, Any]:
-    """Add an engine's differences to ``differences``; return a summary of its weights."""
+    """Compare an engine's config, optimizer and weights; return how weights differ.
+
+    Differences of the config and the optimizer are added to ``differences``. The result is empty if weights are not compared.
+    """
     from dstrial.engine.checkpoint_reader.open import open_saved_engine, optimizer_summary, plain
 
     saved_a, saved_b = (
@@ -163,6 +166,7 @@ def _compare_weights(
         )
     numels = {place.name: math.prod(place.shape) for place in own_places(a.layout)}
     names = comparable(a, b)
+    # Two float64 values are compared per element of the weights and of each of the optimizer's moments.
     total = sum(
         numels[name] * 16 * (1 + (len(a.state_keys(name)) if args.optimizer else 0)) for name in names
     )

@@ -137,13 +137,13 @@ def _uuid_of(path: Path) -> str:
 def _print_text(source: CheckpointSource, report: IntegrityReport) -> None:
     size = f"{report.num_files} files, {size_text(report.num_bytes)}"
     if report.is_intact:
-        sys.stdout.write(f"{source.path} is whole: {size}\n")
+        sys.stdout.write(f"{source.path} is intact: {size}\n")
         return
     for fault in report.faults:
         sys.stdout.write(f"{fault}\n")
     count = len(report.faults)
     sys.stdout.write(
-        f"{source.path} is not whole: {count} {'fault' if count == 1 else 'faults'} in {size}. "
+        f"{source.path} is damaged: {count} {'fault' if count == 1 else 'faults'} in {size}. "
         "Restore the files from a copy, or use another checkpoint.\n"
     )
 

@@ -128,7 +128,7 @@ def _write(targets: Mapping[Path, str], *, force: bool) -> None:
 
 
 def _check(path: Path, context_dir: Path, conversion: Conversion) -> int:
-    """Print problems of the written files and what the user must add; return 0."""
+    """Check the written files; print what the user must add or correct; return 0."""
     sys.stdout.write(f"wrote {context_dir / JSON_NAME} and {path}\n")
     for idx, line in enumerate(path.read_text(encoding="utf-8").splitlines()[1:], start=2):
         if MARK in line:

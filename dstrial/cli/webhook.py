@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 _HEADER = [
     "ID",
     "Name",
-    "Told of",
-    "Where",
-    "Form",
+    "Events",
+    "Workspace",
+    "Format",
     "URL",
     "Sent",
     "Failed",

@@ -42,7 +42,7 @@ class Hardware:
 
 
 def measure() -> Hardware:
-    """Read all devices from the driver (NVML); find visible ones as the master does."""
+    """Return this machine's accelerators: NVIDIA's, and those that a master finds."""
     visible = tuple(slot for slot in find_slots() if slot.kind != "cpu")
     driver = "there" if any(path.exists() for path in _DRIVER_FILES) else None
     try:

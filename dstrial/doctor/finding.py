@@ -1,4 +1,4 @@
-"""Shared code of all checks: findings, and deadlines for calls that may hang."""
+"""Shared code of the doctor's checks: findings, timeouts for calls that may hang."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def _saving_path(checkpoints_path: Path, storage_id: str) -> Path:
 def begin_checkpoint(checkpoints_path: Path, storage_id: str) -> None:
     """Create a checkpoint's directory, and beside it the ``.saving`` directory.
 
-    The latter names this process as the writer. On an error both are removed. Ranks: 0.
+    The ``.saving`` directory names this process as the writer. On an error, both directories are removed. Ranks: 0.
     """
     saving_path = _saving_path(checkpoints_path, storage_id)
     try:
@@ -73,7 +73,7 @@ def begin_checkpoint(checkpoints_path: Path, storage_id: str) -> None:
 
 
 def end_saving(checkpoints_path: Path, storage_id: str) -> None:
-    """Remove the ``.saving`` directory, which names a checkpoint's writer."""
+    """Remove a checkpoint's ``.saving`` directory, which names the writing process."""
     shutil.rmtree(_saving_path(checkpoints_path, storage_id), ignore_errors=True)
 
 
@@ -167,8 +167,9 @@ class KeepPolicy:
 
     @classmethod
     def from_config(cls, checkpoint_storage: Mapping[str, object] | None) -> KeepPolicy | None:
-        """Read ``checkpoint_storage``; None (keep all) if it has no ``save_…`` field.
+        """Return the policy in ``checkpoint_storage``; None (keep all) if it has none.
 
+        A policy is one or more of the fields ``save_trial_latest``, ``save_trial_best`` and ``save_experiment_best``.
         If a field is given, missing ones get Determined's defaults: latest 1, trial best 1, experiment best 0.
         """
         fields = checkpoint_storage or {}

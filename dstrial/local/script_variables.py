@@ -1,4 +1,4 @@
-"""Environment variables and files by which launchers and dsat configure ranks."""
+"""Environment variables and files with which launchers and dsat configure ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXPERIMENT_VARIABLE = "DSTRIAL_EXPERIMENT"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KnownExperiment:
-    """Experiment config, with defaults, and hyperparameters that a launcher passed on."""
+    """Experiment config (defaults filled in) and hyperparameters from the launcher."""
 
     config: dict[str, Any]
     hyperparameters: dict[str, Any]
@@ -28,7 +28,10 @@ def write_experiment(path: Path, config: Mapping[str, Any], hyperparameters: Map
 
 
 def read_experiment(environ: Mapping[str, str] | None = None) -> KnownExperiment | None:
-    """Return the experiment that the launcher passed; None without the variable."""
+    """Return the experiment that the launcher wrote; None if it wrote no file.
+
+    ``EXPERIMENT_VARIABLE`` in ``environ`` (default: this process's environment) names the file.
+    """
     path = (os.environ if environ is None else environ).get(EXPERIMENT_VARIABLE)
     if not path:
         return None
@@ -53,12 +56,15 @@ MEASURING_KEYS = frozenset({MEASURING_KEY, SETTINGS_KEY, AROUND_FIT_KEY})
 
 
 def is_measuring(hparams: Mapping[str, Any]) -> bool:
-    """Return whether a trial of dsat (autotuning) runs only to measure its speed."""
+    """Return whether a trial of the autotuner (dsat) only measures its speed."""
     return bool(hparams.get(MEASURING_KEY))
 
 
 def measuring_hyperparameters() -> dict[str, Any] | None:
-    """Return a dsat trial's hyperparameters if it runs without a master, else None."""
+    """Return the hyperparameters of an autotuner's trial that runs without a master.
+
+    None in every other process.
+    """
     text = os.environ.get(HPARAMS_VARIABLE)
     if not text:
         return None

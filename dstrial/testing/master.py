@@ -58,7 +58,7 @@ class MasterForTest:
         return Client(self.address, new_token(self.record, username))
 
     def password(self, username: str = "determined") -> str:
-        """Return a user's initial password; empty if the user has none."""
+        """Return the password that a user has at the master's first start; "" for none."""
         return str(read_credentials(self.state).get(username, ""))
 
     def dstrial(
