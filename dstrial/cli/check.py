@@ -19,6 +19,7 @@ from dstrial.config.secrets import SecretNames, masked
 from dstrial.context_directory import Context, list_context
 from dstrial.errors import ConfigError
 from dstrial.launch.slots import slots_argument
+from dstrial.visible_text import plural
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -96,8 +97,7 @@ def main(args: argparse.Namespace) -> int:
         else:
             for problem in error.problems:
                 sys.stderr.write(f"{problem}\n")
-            count = len(error.problems)
-            sys.stderr.write(f"{args.experiment}: {count} {'problem' if count == 1 else 'problems'}\n")
+            sys.stderr.write(f"{args.experiment}: {plural(len(error.problems), 'problem')}\n")
         return 1
     if args.as_json:
         _print_json(_summary(config, context, with_values=args.explain or args.with_defaults))

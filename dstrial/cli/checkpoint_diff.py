@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from dstrial.checkpoint.summary import (
     own_places,
 )
 from dstrial.cli.checkpoint import OpenCheckpoint, add_action, add_shared_options, open_checkpoint
-from dstrial.cli.streams import bytes_bar, count_argument, text_table
+from dstrial.cli.streams import bytes_bar, count_argument, print_json, text_table
 from dstrial.errors import CheckpointError, DstrialError
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     if args.as_json:
-        sys.stdout.write(json.dumps(report, indent=2, default=str) + "\n")
+        print_json(report)
     else:
         sys.stdout.write(_text(report, args.top))
     return 0 if report["is_same"] else 1

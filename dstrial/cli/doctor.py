@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrial import __version__
-from dstrial.cli.streams import count_argument, seconds_argument
+from dstrial.cli.streams import count_argument, print_json, seconds_argument
 from dstrial.doctor.checkup import CheckupOptions, run
-from dstrial.doctor.finding import Group, count, plural
+from dstrial.doctor.finding import Group, count
 from dstrial.errors import DstrialError
 from dstrial.file_writes import replace_file
+from dstrial.visible_text import plural
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -145,7 +146,7 @@ def _train(args: argparse.Namespace) -> int:
         show=(lambda _: None) if args.as_json else _show_step,
     )
     if args.as_json:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        print_json(found)
     return int(any(step["status"] != "ok" for step in found["steps"]))
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dstrial.cli.streams import count_argument, field_lines, text_table
+from dstrial.cli.streams import count_argument, field_lines, print_json, text_table
 from dstrial.cli.up import add_state_dir_argument
 from dstrial.config.diagnostics import dotted
 from dstrial.config.experiment_config.hyperparameters import searched_values
@@ -67,7 +67,7 @@ def _list(client: Client, args: argparse.Namespace) -> int:
     query = {"limit": args.limit, "orderBy": "ORDER_BY_DESC", "archived": None if args.all else "false"}
     found = client.get("/api/v1/experiments", **query)["experiments"]
     if args.as_json:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        print_json(found)
         return 0
     reasons = _reasons(client, [one["id"] for one in found])
     rows = [
@@ -113,7 +113,7 @@ def _show(client: Client, args: argparse.Namespace) -> int:
     answer = client.get(path, limit=limit, sortBy="SORT_BY_BEST_VALIDATION_METRIC", orderBy=order)
     trials, num_trials = answer["trials"], answer["pagination"]["total"]
     if args.as_json:
-        sys.stdout.write(json.dumps({"experiment": experiment, "trials": trials}, indent=2) + "\n")
+        print_json({"experiment": experiment, "trials": trials})
         return 0
     specs = experiment["config"].get("hyperparameters") or {}
     metric = str(searcher.get("metric", ""))

@@ -17,7 +17,7 @@ from dstrial.cli.up import add_state_dir_argument
 from dstrial.errors import MasterError
 from dstrial.master import daemon
 from dstrial.master.state_directory import StateDirectory
-from dstrial.visible_text import visible
+from dstrial.visible_text import plural, visible
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -179,8 +179,7 @@ def _down(args: argparse.Namespace, state: StateDirectory) -> None:
 
 def _print_waiting(num_allocations: int) -> None:
     if num_allocations:
-        what = "1 trial" if num_allocations == 1 else f"{num_allocations} trials"
-        sys.stdout.write(f"waiting for {what} to save a checkpoint\n")
+        sys.stdout.write(f"waiting for {plural(num_allocations, 'trial')} to save a checkpoint\n")
         sys.stdout.flush()
 
 

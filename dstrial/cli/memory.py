@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dstrial.cli.experiment_arguments import add_experiment_arguments, parse_entrypoint
-from dstrial.cli.streams import text_table
+from dstrial.cli.streams import print_json, text_table
 from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
 from dstrial.config.parallel_dims import CONFIG_KEYS, config_sizes
 from dstrial.errors import ConfigError, LaunchError
@@ -78,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
             }
             for one in placements
         ]
-        sys.stdout.write(json.dumps({"answer": lines, "devices": rows, "seconds": seconds}, indent=2) + "\n")
+        print_json({"answer": lines, "devices": rows, "seconds": seconds})
     else:
         header, *cells = table(placements, capacity_bytes)
         sys.stdout.write("\n".join([*lines, "", text_table(header, cells, right=range(len(header)))]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import math
 import os
 import shutil
@@ -114,6 +115,11 @@ def field_lines(fields: Sequence[tuple[str, object]], width: int | None = None) 
     if width is None:
         width = max((len(name) for name, _ in shown), default=0) + 3
     return "".join(f"{name + ':':<{width}}{visible_line(str(value))}\n" for name, value in shown)
+
+
+def print_json(value: object) -> None:
+    """Print a JSON document to standard output; other objects are printed as strings."""
+    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
 
 
 _SMALL_BYTES = 64 << 20  # no bar for smaller totals, which take a moment

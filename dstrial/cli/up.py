@@ -17,6 +17,7 @@ from dstrial.launch.slots import slots_argument
 from dstrial.master import daemon
 from dstrial.master.state_directory import MasterRecord, StateDirectory
 from dstrial.master.store.views.observe import num_live_allocations
+from dstrial.visible_text import plural
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -147,7 +148,7 @@ def _check_hosts(args: argparse.Namespace, state: StateDirectory, options: daemo
 
             _refuse_flags("backend ray", {**_host_flags(options), "--slots": options.num_slots})
             for name, count in check_ray(settings.ray_address).items():
-                sys.stdout.write(f"{'node:':<10}{name}: {count} slot{'s' * (count != 1)}\n")
+                sys.stdout.write(f"{'node:':<10}{name}: {plural(count, 'slot')}\n")
         elif settings.backend == "slurm":
             from dstrial.master.backends.queued.slurm import check_slurm
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dstrial.doctor.finding import Finding, note, ok, plural, problem
+from dstrial.doctor.finding import Finding, note, ok, problem
 from dstrial.master.backends.devices import Slot, find_slots
-from dstrial.visible_text import size_text
+from dstrial.visible_text import plural, size_text
 
 T = TypeVar("T")
 

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.doctor.devices import Hardware, dotted
-from dstrial.doctor.finding import Finding, note, ok, plural, problem
+from dstrial.doctor.finding import Finding, note, ok, problem
 from dstrial.errors import install_command
 from dstrial.launch.start_watch import WITHOUT_OPERATOR
+from dstrial.visible_text import plural
 
 _GRACE_S = 3.0  # the importing process gets this time beyond its deadline to dump its stacks and exit
 _SLOW_S = 15.0  # a longer import is reported as slow

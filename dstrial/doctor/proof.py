@@ -28,6 +28,7 @@ from dstrial.local.checkpoint_directory import list_checkpoints
 from dstrial.local.json_files import read_json_lines
 from dstrial.local.run_directory import RunDirectory
 from dstrial.telemetry.summary import summary_rows
+from dstrial.visible_text import plural
 
 RESULT_NAME = "result.json"
 
@@ -109,8 +110,7 @@ class Target:
         )
 
     def __str__(self) -> str:
-        ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}"
-        return f"{ranks} on {'the CPU' if self.kind == 'cpu' else self.kind}"
+        return f"{plural(self.num_ranks, 'rank')} on {'the CPU' if self.kind == 'cpu' else self.kind}"
 
 
 class Proof:

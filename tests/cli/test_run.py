@@ -11,12 +11,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import warm_start
+from waiting import wait_for
 
 from dstrial.cli.submit import Submission
 from dstrial.local.checkpoint_directory import list_checkpoints
@@ -206,8 +206,14 @@ class TestScripts:
         submission = Submission.read(run_directory)
         assert submission is not None
         assert kill.group(1) == str(submission.experiment_id)
-        view = wait_until_settled(shared_master, submission.experiment_id)
-        assert view.state == "PAUSED"
+
+        def view() -> ExperimentView:
+            found = experiment_view(shared_master.state, submission.experiment_id)
+            assert found is not None
+            return found
+
+        wait_for(lambda: view().is_settled, deadline_s=DEADLINE_S)
+        assert view().state == "PAUSED"
         assert len(list_checkpoints(run_directory.checkpoints_path)) == 1
         ended = project.run("--resume", "latest")
         assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -309,17 +315,6 @@ class TestScripts:
         ended = warm_start.run_command(command, env=dict(project.env), capture_output=True, text=True)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert RunDirectory(own).read_record().num_attempts == 1
-
-
-def wait_until_settled(master: MasterForTest, experiment_id: int) -> ExperimentView:
-    give_up_at_s = time.monotonic() + DEADLINE_S
-    while True:
-        view = experiment_view(master.state, experiment_id)
-        assert view is not None
-        if view.is_settled:
-            return view
-        assert time.monotonic() < give_up_at_s, view
-        time.sleep(0.1)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import torch
 import yaml
 from deepspeed.accelerator import get_accelerator
 from programs import ROOT, environment, launch, needs_cuda, reports, run
+from waiting import wait_for
 
 from dstrial.telemetry.instruments import timed_events
 from dstrial.telemetry.memory import memory_now
@@ -103,10 +104,7 @@ def test_killed_rank_releases_device_memory(tmp_path):
         assert status == 137, (status, printed)
         assert "took 4096 MiB" in printed
         assert "SIGKILL" in printed
-        give_up_at_s = time.monotonic() + 30
-        while used_mib() > before + 256:
-            assert time.monotonic() < give_up_at_s, f"{before} MiB before, {used_mib()} MiB after"
-            time.sleep(0.1)
+        wait_for(lambda: used_mib() <= before + 256, f"more than {before} + 256 MiB are used", deadline_s=30)
     finally:
         pynvml.nvmlShutdown()
 

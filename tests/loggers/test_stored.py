@@ -5,13 +5,13 @@ from __future__ import annotations
 import collections
 import json
 import math
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import stores
 from small_runs import DEFINITIONS, Run, deepspeed_config, experiment, train
+from waiting import wait_for
 
 from dstrial.config.secrets import MASK
 from dstrial.testing.master import MasterForTest
@@ -159,13 +159,9 @@ def test_trial_restart_keeps_logged_run_unlike_fork(shared_master: MasterForTest
         created = shared_master.det("experiment", *arguments)
         assert created.returncode == 0, created.stdout + created.stderr
         experiment_id = int(created.stdout.split("Created experiment ")[1].split()[0])
-        give_up_at_s = time.monotonic() + 300
-        while not client.get(f"/api/v1/experiments/{experiment_id}")["experiment"]["state"].endswith(
-            "COMPLETED"
-        ):
-            assert time.monotonic() < give_up_at_s
-            time.sleep(0.2)
-        (trial,) = client.get(f"/api/v1/experiments/{experiment_id}/trials")["trials"]
+        experiment = f"/api/v1/experiments/{experiment_id}"
+        wait_for(lambda: client.get(experiment)["experiment"]["state"].endswith("COMPLETED"), deadline_s=300)
+        (trial,) = client.get(f"{experiment}/trials")["trials"]
         return dict(trial)
 
     crashed = trial_of("create", str(path), str(DEFINITIONS))
