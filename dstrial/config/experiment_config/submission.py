@@ -137,7 +137,7 @@ def check_submission(
 def _add_missing_values(
     config: dict[str, Any], template: Mapping[str, Any] | None, defaults: MasterDefaults
 ) -> None:
-    """Add values that the config lacks: those of the template, then those of the master."""
+    """Add values that the config lacks, of the template before those of the master."""
     of_master: dict[str, Any] = {"checkpoint_storage": defaults.checkpoint_storage}
     if defaults.environment_variables:
         of_master["environment"] = {"environment_variables": [*defaults.environment_variables]}
