@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.experiment_arguments import add_experiment_arguments, resume_point_of
-from dstrial.cli.streams import context_text, text_table
+from dstrial.cli.streams import add_runs_dir_argument, context_text, text_table
 from dstrial.config.deepspeed_rules.check import DEFAULT_ORIGIN, CheckResult, explain
 from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
@@ -53,9 +53,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="latest|RUN_DIR|CHECKPOINT",
         help="check whether a checkpoint of `dstrial run` can be resumed with this config on these slots",
     )
-    parser.add_argument(
-        "--runs-dir", metavar="DIR", help="directory of all runs (default: $DSTRIAL_RUNS_DIR or runs)"
-    )
+    add_runs_dir_argument(parser)
     parser.add_argument(
         "--json", action="store_true", dest="as_json", help="print one JSON object instead of text"
     )

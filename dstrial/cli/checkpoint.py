@@ -25,8 +25,7 @@ from dstrial.checkpoint.manifest import (
     is_own_manifest,
     read_manifest,
 )
-from dstrial.cli.streams import det_for
-from dstrial.cli.up import add_state_dir_argument
+from dstrial.cli.streams import add_state_dir_argument, det_for
 from dstrial.errors import CheckpointError, CheckpointNotFoundError, MasterError, RequestError
 from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.run_directory import RunDirectory, default_runs_dir

@@ -10,8 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dstrial.cli.streams import count_argument, field_lines, print_json, text_table
-from dstrial.cli.up import add_state_dir_argument
+from dstrial.cli.streams import add_state_dir_argument, count_argument, field_lines, print_json, text_table
 from dstrial.config.diagnostics import dotted
 from dstrial.config.experiment_config.hyperparameters import searched_values
 from dstrial.errors import RequestError

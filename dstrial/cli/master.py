@@ -12,8 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dstrial.cli.streams import count_argument, det_reaches, seconds_argument
-from dstrial.cli.up import add_state_dir_argument
+from dstrial.cli.streams import add_state_dir_argument, count_argument, det_reaches, seconds_argument
 from dstrial.errors import MasterError
 from dstrial.master import daemon
 from dstrial.master.state_directory import StateDirectory

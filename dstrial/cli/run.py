@@ -35,7 +35,14 @@ from dstrial.cli.follow import (
     judge_search,
     outcome_of,
 )
-from dstrial.cli.streams import LossTolerantStream, command_of, context_text, det_for, page_of
+from dstrial.cli.streams import (
+    LossTolerantStream,
+    add_runs_dir_argument,
+    command_of,
+    context_text,
+    det_for,
+    page_of,
+)
 from dstrial.cli.submit import (
     Master,
     RunRequest,
@@ -94,9 +101,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--slots", type=slots_argument, metavar="N", help="number of slots instead of slots_per_trial"
     )
-    parser.add_argument(
-        "--runs-dir", metavar="DIR", help="directory of all runs (default: $DSTRIAL_RUNS_DIR or runs)"
-    )
+    add_runs_dir_argument(parser)
     parser.add_argument(
         "--no-progress", action="store_true", help="print plain lines instead of a progress bar"
     )

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from dstrial.cli.follow import Verdict
@@ -92,10 +92,10 @@ def require_slurm_flags(args: argparse.Namespace) -> None:
         raise ConfigError(problems)
 
 
-def unused_nodes_hint(environ: Mapping[str, str] = os.environ) -> str | None:
+def unused_nodes_hint() -> str | None:
     """Return a hint if training uses only one of a Slurm job's nodes, else None."""
     with contextlib.suppress(LaunchError):
-        allocation = allocation_of(environ)
+        allocation = allocation_of(os.environ)
         if allocation is not None and len(allocation.nodes) > 1:
             return (
                 f"job {allocation.job_id} has {len(allocation.nodes)} nodes, but this run trains on only one of them; "

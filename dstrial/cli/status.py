@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrial.cli.streams import field_lines, print_json
-from dstrial.cli.up import add_state_dir_argument, describe_slots
+from dstrial.cli.streams import add_state_dir_argument, field_lines, print_json
+from dstrial.cli.up import describe_slots
 from dstrial.errors import DstrialError, MasterError, RequestError
 from dstrial.master.backends.status import shown_engine, shown_hosts, shown_servers
 from dstrial.master.client import Client

@@ -1,4 +1,4 @@
-"""Helpers of commands: streams, tables, progress bars, formats, argument types."""
+"""Helpers of commands: streams, tables, progress bars, formats, arguments."""
 
 from __future__ import annotations
 
@@ -84,6 +84,20 @@ def seconds_argument(text: str, *, may_be_zero: bool = False) -> float:
         expected = "of at least 0" if may_be_zero else "above 0"
         raise argparse.ArgumentTypeError(f"{text!r} is no duration; expected a number {expected}")
     return value
+
+
+def add_state_dir_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--state-dir",
+        metavar="DIR",
+        help="the master's state directory (default: $DSTRIAL_STATE_DIR, or dstrial/ in the user's data directory)",
+    )
+
+
+def add_runs_dir_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--runs-dir", metavar="DIR", help="directory of all runs (default: $DSTRIAL_RUNS_DIR or runs)"
+    )
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> str:

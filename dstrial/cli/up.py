@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dstrial.cli.streams import det_reaches, field_lines
+from dstrial.cli.streams import add_state_dir_argument, det_reaches, field_lines
 from dstrial.cli.submit import await_hosts
 from dstrial.errors import ConfigError, ConfigProblem, HostError, LaunchError, RequestError
 from dstrial.hosts.hostfile import add_host_arguments, placement_lines, require_hostfile
@@ -73,14 +73,6 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--foreground",
         action="store_true",
         help="run the master in this process until Ctrl-C, and print its log",
-    )
-
-
-def add_state_dir_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--state-dir",
-        metavar="DIR",
-        help="the master's state directory (default: $DSTRIAL_STATE_DIR, or dstrial/ in the user's data directory)",
     )
 
 

@@ -27,12 +27,12 @@ def write_experiment(path: Path, config: Mapping[str, Any], hyperparameters: Map
     path.write_text(text, encoding="utf-8")
 
 
-def read_experiment(environ: Mapping[str, str] | None = None) -> KnownExperiment | None:
+def read_experiment() -> KnownExperiment | None:
     """Return the experiment that the launcher wrote; None if it wrote no file.
 
-    ``EXPERIMENT_VARIABLE`` in ``environ`` (default: this process's environment) names the file.
+    The environment variable ``EXPERIMENT_VARIABLE`` names the file.
     """
-    path = (os.environ if environ is None else environ).get(EXPERIMENT_VARIABLE)
+    path = os.environ.get(EXPERIMENT_VARIABLE)
     if not path:
         return None
     values = json.loads(Path(path).read_text(encoding="utf-8"))

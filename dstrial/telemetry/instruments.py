@@ -102,7 +102,6 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         engines: the trial's DeepSpeed engines.
         replica: index of this rank's data-parallel replica.
         count_tokens: returns the number of tokens in a micro batch; None if unknown.
-        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -111,14 +110,13 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         replica: int,
         *,
         count_tokens: Callable[[Any], int | None] = tokens_in,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._engines = engines
         self._replica = replica
-        self._clock = clock
+
         self._accelerator = get_accelerator()
         self._device = torch.device(self._accelerator.current_device_name())
-        self._timer = PhaseTimer(timed_events(self._accelerator), clock)
+        self._timer = PhaseTimer(timed_events(self._accelerator))
         # With sequence parallelism, a rank's loader may yield only a part of each sequence.
         self._counts_tokens = engines[0].sequence_parallel_size == 1
         self._count_tokens = count_tokens
