@@ -30,8 +30,10 @@ _FIELDS = {
     "azure": ("container", "account_url", "connection_string", "credential"),
     "directory": ("container_path",),
 }
+# Fields with credentials, and fields with the address of the storage's server.
 _CREDENTIALS = ("access_key", "secret_key", "connection_string", "credential")
 _SERVERS = ("endpoint_url", "account_url")
+# Type of an object storage -> scheme of the addresses that users see.
 _SCHEMES = {"s3": "s3", "gcs": "gs", "azure": "azure"}
 ALL_FILES = "**/*"
 STORAGE_KEY = "storage"

@@ -41,7 +41,7 @@ from dstrial.trial.trial import DeepSpeedTrial
 
 logger = logging.getLogger("dstrial.trainer")
 
-_TEST_BATCHES = 2
+_TEST_BATCHES = 2  # length of the training of `dstrial run --test`
 
 _REPORTING_PERIOD = pytorch.Batch(100)
 """Default period of training reports. If ``max_length`` is in epochs, each epoch's end is reported too."""

@@ -21,13 +21,15 @@ from dstrial.resume.metadata import SavedRun
 _TRIAL_PATTERN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _SHELL_SYNTAX = re.compile(r"[;&|<>$`\n]")
 _OUR_LAUNCHER = "dstrial.launch"
+# Modules that start ranks, in place of which the master runs `dstrial.launch`.
 _LAUNCH_MODULES = (
     _OUR_LAUNCHER,
     "determined.launch.deepspeed",
     "determined.launch.torch_distributed",
     "determined.launch.horovod",
 )
-_FOREIGN_LAUNCHERS = ("torchrun", "deepspeed", "mpirun", "mpiexec", "srun", "accelerate")
+FOREIGN_LAUNCHERS = ("torchrun", "deepspeed", "mpirun", "mpiexec", "srun", "accelerate")
+"""Names of other launchers' commands, which start the ranks themselves."""
 
 
 def add_experiment_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +88,7 @@ def parse_entrypoint(entrypoint: str | Sequence[str] | None, where: str) -> Entr
         return Entrypoint(None, ("sh", "-c", entrypoint))
     if launched is not None:
         return _parse_launcher_arguments(launched, where, entrypoint)
-    return Entrypoint(None, words, starts_ranks=Path(words[0]).name in _FOREIGN_LAUNCHERS)
+    return Entrypoint(None, words, starts_ranks=Path(words[0]).name in FOREIGN_LAUNCHERS)
 
 
 def _launcher_arguments(words: Sequence[str]) -> tuple[str, ...] | None:

@@ -17,10 +17,10 @@ from dstrial.local.run_directory import RunDirectory, RunState
 from dstrial.master.store.views import observe
 from dstrial.master.store.views.observe import ExperimentView, LogRow
 
-_POLL_PERIOD_S = 0.1
+_POLL_PERIOD_S = 0.1  # between polls of signals and of the trials' logs
 _STATE_POLL_PERIOD_S = 0.3  # between queries of the experiment's state
 _GONE_AFTER_S = 10.0  # a master that was ended may be started again within this time
-_FAILURE_HEADLINE = re.compile(r"rank \d+ failed first \(")
+_FAILURE_HEADLINE = re.compile(r"rank \d+ failed first \(")  # first line of the launcher's report
 _BY_SIGTERM = 128 + signal.SIGTERM
 
 

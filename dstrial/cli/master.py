@@ -21,9 +21,9 @@ from dstrial.visible_text import plural, visible
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-_DEFAULT_DEADLINE_S = 600.0
-_KILL_DEADLINE_S = 60.0
-_LOG_POLL_PERIOD_S = 0.2
+_DEFAULT_DEADLINE_S = 600.0  # default of `down --deadline`
+_KILL_DEADLINE_S = 60.0  # for a master to end after its trials were killed
+_LOG_POLL_PERIOD_S = 0.2  # of `logs --follow`
 
 _DESCRIPTIONS = {
     "backup": "Copy the master's database to a consistent snapshot, and check the copy. The master may run meanwhile. Do not "

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dstrial.engine.dryrun.values import DryRunRequest
 
 _GIB = 2**30
-_NUM_PARALLEL = 2
+_NUM_PARALLEL = 2  # dry runs at the same time
 _MEASURE = "Train some batches: the summary of `dstrial run` shows the measured memory."
 
 

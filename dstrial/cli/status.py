@@ -25,8 +25,8 @@ from dstrial.visible_text import plural, size_text
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-_ANSWER_TIMEOUT_S = 5.0
-_UNAVAILABLE = 503
+_ANSWER_TIMEOUT_S = 5.0  # for the master to answer `GET /health`
+_UNAVAILABLE = 503  # HTTP status of `/health` while the master has a problem, which the answer names
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -21,7 +21,7 @@ from dstrial.config.experiment_config.config import ExperimentConfig
 from dstrial.context_directory import Context
 from dstrial.errors import DstrialError, MasterError
 from dstrial.hosts.hostfile import Host, python_of
-from dstrial.local.checkpoint_directory import newest_checkpoint
+from dstrial.local.checkpoint_directory import KEEP_DEFAULTS, newest_checkpoint
 from dstrial.local.json_files import read_json, write_json_atomically
 from dstrial.local.run_directory import RUN_DIR_VARIABLE, TEST_VARIABLE, RunDirectory
 from dstrial.master import daemon
@@ -37,10 +37,9 @@ if TYPE_CHECKING:
 
 # Arguments of `dstrial run` that ``command_line`` does not convert to flags.
 _OMITTED_ARGUMENTS = ("command", "experiment", "context_dir", "print_sbatch", "detach", "run_dir")
-_RETENTION_KEYS = ("save_trial_latest", "save_trial_best", "save_experiment_best")
 _HOSTS_TIMEOUT_S = 12.0  # for a new master to connect to its hosts, or to report their problems
 _END_TIMEOUT_S = 60.0  # for a run's own master to delete files, and the same time again for its exit
-_POLL_PERIOD_S = 0.05
+_POLL_PERIOD_S = 0.05  # between polls for the hosts of a new master, or for the end of its jobs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -252,7 +251,7 @@ def config_of_run(
         },
         "checkpoint_storage": {
             **(storage or {"type": "shared_fs", "host_path": str(run_directory.checkpoints_path)}),
-            **{key: given[key] for key in _RETENTION_KEYS if given.get(key) is not None},
+            **{key: given[key] for key in KEEP_DEFAULTS if given.get(key) is not None},
         },
     }
 
@@ -284,7 +283,7 @@ def submit(request: RunRequest, master: Master, run_directory: RunDirectory) -> 
         (run_directory.checkpoints_path / STORAGE_MARKER).touch()
     # Written before the trial can start and read it.
     given = config.get("checkpoint_storage") or {}
-    storage = {key: given[key] for key in _RETENTION_KEYS if key in given}
+    storage = {key: given[key] for key in KEEP_DEFAULTS if key in given}
     submission = Submission(0, master.record.cluster_id, mark, storage)
     submission.write(run_directory)
     body = {

@@ -14,6 +14,7 @@ from dstrial.visible_text import plural, size_text
 
 T = TypeVar("T")
 
+# At least one exists where NVIDIA's driver is loaded.
 _DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"))
 _FULL_SHARE = 0.1  # if a smaller fraction of a device's memory is free, that is a problem
 _USED_BYTES = 1 << 30  # used memory beyond this belongs to processes; the driver uses less

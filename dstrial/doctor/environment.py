@@ -18,7 +18,7 @@ from dstrial.master import daemon
 from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory
 
-_TIMEOUT_S = 3.0
+_TIMEOUT_S = 3.0  # of a name resolution, and of a request to the master
 # Source: DeepSpeed 0.19.8 ``accelerator/real_accelerator.py``, SUPPORTED_ACCELERATOR_LIST.
 _ACCELERATORS = ("cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu")
 _RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

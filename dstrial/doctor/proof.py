@@ -30,7 +30,7 @@ from dstrial.local.run_directory import RunDirectory
 from dstrial.telemetry.summary import summary_rows
 from dstrial.visible_text import plural
 
-RESULT_NAME = "result.json"
+RESULT_NAME = "result.json"  # file in `--output` with the results of all steps
 
 StepStatus = Literal["ok", "failed", "not reached"]
 

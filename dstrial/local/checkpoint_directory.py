@@ -27,7 +27,7 @@ from dstrial.process_state import start_ticks
 logger = logging.getLogger("dstrial.local")
 
 SAVING_SUFFIX = ".saving"
-_WRITER_FILE = "writer.json"
+_WRITER_FILE = "writer.json"  # in the `.saving` directory: host, pid and start time of the writing process
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -155,7 +155,8 @@ def remove_incomplete_checkpoints(
             logger.warning("removed checkpoint %s, which was never completed", name)
 
 
-_KEEP_DEFAULTS = {"save_trial_latest": 1, "save_trial_best": 1, "save_experiment_best": 0}
+KEEP_DEFAULTS = {"save_trial_latest": 1, "save_trial_best": 1, "save_experiment_best": 0}
+"""Fields of ``checkpoint_storage`` that say which checkpoints to keep -> Determined's default."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -173,12 +174,12 @@ class KeepPolicy:
         If a field is given, missing ones get Determined's defaults: latest 1, trial best 1, experiment best 0.
         """
         fields = checkpoint_storage or {}
-        given = {key: fields[key] for key in _KEEP_DEFAULTS if fields.get(key) is not None}
+        given = {key: fields[key] for key in KEEP_DEFAULTS if fields.get(key) is not None}
         if not given:
             return None
-        numbers = {**_KEEP_DEFAULTS, **given}
+        numbers = {**KEEP_DEFAULTS, **given}
         latest, trial_best, experiment_best = (
-            value if isinstance(value, int) else _KEEP_DEFAULTS[key] for key, value in numbers.items()
+            value if isinstance(value, int) else KEEP_DEFAULTS[key] for key, value in numbers.items()
         )
         return cls(num_latest=latest, num_best=max(trial_best, experiment_best))
 

@@ -60,9 +60,8 @@ from dstrial.storage_guard import StorageGoneError
 
 logger = logging.getLogger("dstrial.local")
 
-_METADATA_DIGEST = (
-    "metadata_sha256"  # key of the completion marker; the manifest does not have the metadata file
-)
+# Key of the completion marker with the SHA-256 of the metadata file, which the manifest does not have.
+_METADATA_DIGEST = "metadata_sha256"
 # Directory in which Determined 0.38.1 keeps checkpoints without a master; user code may build paths below it.
 _DETERMINED_PATH = platformdirs.user_data_path("determined")
 

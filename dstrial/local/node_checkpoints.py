@@ -33,7 +33,7 @@ from dstrial.scratch import scratch_directory
 
 logger = logging.getLogger("dstrial.local")
 
-_RECORDED = (MANIFEST_NAME, METADATA_NAME)
+_RECORDED = (MANIFEST_NAME, METADATA_NAME)  # files of a checkpoint that its local record has, too
 
 T = TypeVar("T")
 

@@ -43,15 +43,15 @@ def read_experiment() -> KnownExperiment | None:
 
 HPARAMS_VARIABLE = "DSTRIAL_DSAT_HPARAMS"  # JSON: hyperparameters of a measuring trial without a master
 RESULT_VARIABLE = "DSTRIAL_DSAT_RESULT"  # file into which a measuring trial without a master writes metrics
-STAND_IN_CLUSTER = (
-    "dstrial-without-a-master"  # ``cluster_id`` in the cluster info of a script without a master
-)
+# ``cluster_id`` in the cluster info that dsat makes for a script without a master.
+STAND_IN_CLUSTER = "dstrial-without-a-master"
 
 MEASURING_KEY = "_use_dsat_mode"  # hyperparameter, true in a trial that only measures its speed
 SETTINGS_KEY = "_dsat"  # hyperparameter with the settings of the measurement
 BENCHMARK_KEY = "benchmarks_machine"  # key of the settings: whether the trial also measures the machine
 # Hyperparameter ``module:function``. The function takes the core context; its context manager surrounds ``Trainer.fit``.
 AROUND_FIT_KEY = "_around_fit"
+# Hyperparameters that dsat adds to trials.
 MEASURING_KEYS = frozenset({MEASURING_KEY, SETTINGS_KEY, AROUND_FIT_KEY})
 
 

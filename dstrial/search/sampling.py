@@ -15,7 +15,7 @@ from dstrial.config.experiment_config.hyperparameters import is_specification
 from dstrial.errors import SearchError
 
 _Route = tuple[str, ...]  # names of the mappings that contain a hyperparameter, and its own name
-_MAX_TRIAL_SEED = 2**31
+_MAX_TRIAL_SEED = 2**31  # exclusive
 
 
 class SearchRandom:

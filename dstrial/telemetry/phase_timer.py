@@ -22,9 +22,8 @@ ResultT = TypeVar("ResultT")
 # report from the number of batches since the last one.
 MOST_TIMED = 32
 
-_MAX_PENDING = (
-    4096  # maximum number of recorded phases that are not read yet; batches beyond it are not timed
-)
+# Maximum number of recorded phases that are not read yet; batches beyond it are not timed.
+_MAX_PENDING = 4096
 
 
 class Event(Protocol):

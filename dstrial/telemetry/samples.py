@@ -16,6 +16,7 @@ GROUP = "telemetry"  # name of the metric group
 # Phases of a batch. "stages": communication of a pipeline stage with other stages, including the wait for them.
 PHASES = ("forward", "backward", "step", "stages")
 
+# Values of `RankSample.clock`.
 HOST_CLOCK = "host clock"
 DEVICE_CLOCK = "device events"
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from dstrial.telemetry.samples import DEVICE_CLOCK
 
+# Metric of the telemetry -> its name in the summary.
 _WORDS = {
     "data_wait_ms": "data wait",
     "forward_ms": "forward",
@@ -15,6 +16,7 @@ _WORDS = {
     "stages_ms": "other stages",
 }
 
+# Memory counter, and its name in the summary.
 _MEMORY = (
     ("device_peak_memory_bytes", "device, peak"),
     ("device_reserved_memory_bytes", "reserved"),

@@ -17,7 +17,7 @@ from dstrial.master.client import Client
 from dstrial.master.login import new_token, read_credentials
 from dstrial.master.state_directory import MasterRecord, StateDirectory, process_start_time
 
-_DEADLINE_S = 120.0
+_DEADLINE_S = 120.0  # default timeout of a command
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
