@@ -49,9 +49,11 @@ class Run:
     Attributes:
         name: name of the experiment.
         state: ``completed``, ``running``, ``error`` and so on.
+        config: the experiment config.
         hyperparameters: name -> value that the training uses.
         path: the run directory; None for a trial of a master.
         trial_id: number of the trial; None for a run directory.
+        state_directory: state directory of the trial's master; None for a run directory.
     """
 
     name: str

@@ -120,7 +120,8 @@ class Submission:
 def find_or_start_master(num_slots: int, on_hosts: daemon.MasterOptions | None = None) -> tuple[Master, bool]:
     """Return this user's running master, and whether this call has started it.
 
-    A new master with CPU slots gets at least ``num_slots``. ``on_hosts`` are options of a new master whose trials run on hosts.
+    A new master whose slots are CPUs, or devices that ranks may share, gets at least ``num_slots`` slots. ``on_hosts`` are
+    options of a new master whose trials run on hosts.
     """
     from dstrial.master.login import log_in, session
 

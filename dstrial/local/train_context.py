@@ -45,7 +45,7 @@ PROGRESS_PERIOD_S = 1.0  # minimum time between writes of progress; the last pro
 class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does not follow determined
     """Writes a trial's reports into a run directory; thread-safe.
 
-    Only the chief may report metrics. Progress, status and early exit from other ranks are ignored, because user code may
+    Only the chief may report metrics. Progress, status and early exit are not written for other ranks, because user code may
     report them on every rank.
 
     Args:
