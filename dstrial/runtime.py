@@ -291,8 +291,8 @@ def _end_own_run(run: RunDirectory, kind: type[BaseException] | None, error: Bas
 class _ClusterSystemMetrics:
     """Sends system metrics of a node from ``NodeProfiler`` to the master.
 
-    Uses a sender thread of its own: Determined's shared sender thread raises the error of a failed send at the next report of
-    any kind, so that an error of training metrics could be raised here (0.38.1 ``core/_metrics.py``, ``_maybe_raise_exception``).
+    Uses a sender thread of its own. Determined's shared sender thread raises the error of a failed send at the next report of
+    any kind. An error of training metrics could then be raised here (0.38.1 ``core/_metrics.py``, ``_maybe_raise_exception``).
     """
 
     def __init__(self, core_context: core.Context, info: Any, node_idx: int) -> None:

@@ -87,8 +87,8 @@ def main(args: argparse.Namespace) -> int:
 def _registration(source: CheckpointSource, state: StateDirectory) -> dict[str, Any]:
     """Compare a manifest with the SHA-256 that the running master registered.
 
-    Returns ``state`` (registered, changed or unknown), ``by`` (address of the master or None), the two SHA-256 ``registered``
-    and ``found``, and ``is_signed`` (whether this account has signed the manifest).
+    Keys of the result: ``state`` (registered, changed or unknown), ``by`` (address of the master or None), ``registered`` and
+    ``found`` (the two SHA-256), and ``is_signed`` (whether this account has signed the manifest).
     """
     from dstrial.master.login import session
 

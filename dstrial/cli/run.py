@@ -170,8 +170,8 @@ def _hosts_and_slots(
 ) -> tuple[tuple[Host, ...], int | None]:
     """Return the hosts to train on, and the number of slots.
 
-    Without a hostfile or Slurm allocation, there are no hosts, and the number is ``--slots`` (1 with ``--debug``) or None, which
-    means the config's number. With hosts, it is ``--slots``, else the config's ``slots_per_trial``, else the number of all slots.
+    Without a hostfile or Slurm allocation, there are no hosts. The number is then 1 with ``--debug``, else ``--slots``, else None
+    for the config's number. With hosts, it is ``--slots``, else the config's ``slots_per_trial``, else the number of all slots.
     """
     if args.hostfile is None and allocation is None:
         return (), 1 if args.debug else args.slots

@@ -54,10 +54,10 @@ def judge(logits: torch.Tensor, is_real: bool) -> torch.Tensor:
 class DigitsGanTrial(DeepSpeedTrial):
     """Trains a generator against a discriminator.
 
-    Training reports ``generator_loss`` and ``discriminator_loss``. Validation compares as many generated as real images.
-    It reports ``coverage_distance``, the mean distance from a real image to the nearest generated image, and
-    ``realism_distance``, the mean distance from a generated image to the nearest real image. If the generator makes noise, both
-    are large. If it always makes the same digit, only the first is large.
+    Training reports ``generator_loss`` and ``discriminator_loss``. Validation compares real images with as many generated
+    ones. ``coverage_distance`` is the mean distance from a real image to the nearest generated one. ``realism_distance`` is the
+    mean distance from a generated image to the nearest real one. If the generator makes noise, both are large. If it always
+    makes the same digit, only the first is large.
     """
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
