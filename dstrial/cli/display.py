@@ -116,6 +116,7 @@ def summary(
     *,
     metric: str,
     smaller_is_better: bool,
+    best: tuple[StoredCheckpoint, float] | None,
     resume_command: Sequence[str],
     steps_before: int | None = None,
 ) -> list[str]:
@@ -127,6 +128,7 @@ def summary(
         view: the run's last progress.
         metric: the searcher's metric.
         smaller_is_better: whether the best value of ``metric`` is the smallest.
+        best: result of ``best_stored``.
         resume_command: words of the command that resumes the run; if empty, none is shown.
         steps_before: batches trained before the attempt; None for a new run.
     """
@@ -136,7 +138,7 @@ def summary(
     rows += skipped_rows(run_directory) + telemetry_rows(run_directory)
     rows.append(("run directory", f"{shown_path(run_directory.path)}, with"))
     if last is not None:
-        rows += _checkpoint_rows(last, best_stored(run_directory, metric, smaller_is_better), metric)
+        rows += _checkpoint_rows(last, best, metric)
     attempt = run_directory.attempt_logs_path(run_directory.read_record().num_attempts)
     parts = [run_directory.metrics_path, run_directory.tensorboard_path, attempt]
     rows.append(("  files", ", ".join(str(part.relative_to(run_directory.path)) for part in parts)))

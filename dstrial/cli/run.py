@@ -537,6 +537,7 @@ class _Attempt:
                 self._view,
                 metric=experiment.metric,
                 smaller_is_better=experiment.smaller_is_better,
+                best=stored,
                 steps_before=None if point is None else point.steps_completed,
                 resume_command=resume,
             )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dstrial.cli import display
-from dstrial.cli.display import BarDisplay, Display, progress_line, search_summary, summary
+from dstrial.cli.display import BarDisplay, Display, best_stored, progress_line, search_summary, summary
 from dstrial.cli.follow import Verdict
 from dstrial.cli.streams import LossTolerantStream
 from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
@@ -86,6 +86,7 @@ def summary_of(
             view,
             metric="accuracy",
             smaller_is_better=False,
+            best=best_stored(run_directory, "accuracy", smaller_is_better=False),
             steps_before=steps_before,
             resume_command=["dstrial", "run", "my exp.yaml", "--resume", "latest"],
         )
