@@ -24,7 +24,7 @@ def paused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def paused_for_good() -> Iterator[None]:
-    """Like ``paused``, but then exempt all existing objects (``gc.freeze``).
+    """Like ``paused``, but then exempt all existing objects for good (``gc.freeze``).
 
     Use this only for imports before user code runs, so that user objects are still collected.
     """

@@ -44,9 +44,9 @@ DEFAULT_PATTERNS = (
 
 
 def make_output_directory(path: Path) -> None:
-    """Create a directory and its parents, and mark the topmost new directory.
+    """Create a directory and its parents, with a marker file in the topmost new one.
 
-    The mark is a marker file: ``list_context`` leaves out directories with such a file.
+    ``list_context`` leaves out directories that have the marker file ``OUTPUT_MARK``.
     """
     highest = path
     while not highest.parent.exists():

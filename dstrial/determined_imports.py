@@ -26,16 +26,22 @@ VARIABLE = "DSTRIAL_DETERMINED_IMPORTS"
 SETTING = "determined_imports"
 """Key of ``data.dstrial``; false keeps Determined's modules."""
 
-_ON, _OFF, _ANNOUNCED = "1", "0", "told"
+_ON, _OFF, _ANNOUNCED = (
+    "1",
+    "0",
+    "told",
+)  # values of VARIABLE; the last one: redirected, and already announced
 _HERE = os.path.dirname(os.path.abspath(__file__))
 SITE = os.path.join(_HERE, "master", "backends", "site")
 """Directory that is prepended to PYTHONPATH; it only contains ``sitecustomize``."""
+# Module of Determined -> the file that is loaded in its place.
 _FILES = {
     "determined.launch.deepspeed": os.path.join(_HERE, "stand_ins", "launch_deepspeed.py"),
     "determined.pytorch.deepspeed": os.path.join(_HERE, "stand_ins", "deepspeed", "__init__.py"),
     # Determined 0.38 no longer has this module.
     "determined.pytorch.dsat": os.path.join(_HERE, "stand_ins", "dsat", "__init__.py"),
 }
+# Environment variables in which launchers give a process its rank.
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
@@ -73,7 +79,8 @@ def announce(module: str) -> None:
     if rank != "0":
         return
     sys.stderr.write(
-        f"dstrial: {module} is dstrial's here; data.dstrial.{SETTING}: false ({VARIABLE}=0) gives Determined's own\n"
+        f"dstrial: imports of {module} give dstrial's classes; set data.dstrial.{SETTING}: false ({VARIABLE}=0) for "
+        "Determined's own\n"
     )
     sys.stderr.flush()
 

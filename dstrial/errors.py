@@ -103,7 +103,7 @@ class NonFiniteError(DstrialError):
 
 
 class DataError(DstrialError):
-    """A data loader is empty, too short, uneven between ranks, or ran out."""
+    """A data loader cannot be used, for example because it differs between ranks."""
 
 
 class CheckpointError(DstrialError):
@@ -160,7 +160,7 @@ class HostProblem:
 
     Attributes:
         host: the host's name in the hostfile.
-        got: the state found, as text that follows "is" in the message.
+        got: what is wrong, without a full stop; the message shows it beside the host's name.
         fix: one imperative sentence with a full stop.
     """
 
@@ -197,7 +197,7 @@ class MissingExtraError(DstrialError, ImportError):
 
 
 class SearchError(DstrialError):
-    """A hyperparameter search cannot use a trial's report; the experiment fails."""
+    """A search for hyperparameters or configurations cannot start or continue."""
 
 
 class MasterError(DstrialError):

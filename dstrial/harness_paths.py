@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 ENDING_NAME = "ending.json"
 """Name of the file in an allocation's directory that says whether a rank on another host failed first."""
 ALLOCATION_DIR_VARIABLE = "DSTRIAL_ALLOCATION_DIR"
+"""Environment variable: path of the allocation's private directory."""
 BASE_PYTHON_VARIABLE = "DSTRIAL_BASE_PYTHON"
+"""Environment variable: path of the Python interpreter of the master's environment."""
 WARM_VARIABLE = "DSTRIAL_WARM"
 """Environment variable: 0 starts all ranks as new processes instead of forks."""
 
@@ -35,7 +37,9 @@ WARM_VARIABLE = "DSTRIAL_WARM"
 def patches_of_allocation(
     allocation: str, guard: StorageGuard | None = None, notes: StorageGuard | None = None
 ) -> dict[str, Patch]:
-    """Return module name -> function that patches the module, for an allocation.
+    """Return the patches for a process of an allocation: module name -> function.
+
+    ``install`` calls a function with the module of that name as the argument.
 
     Args:
         allocation: path of the allocation's private directory.
@@ -61,7 +65,11 @@ def patches_of_allocation(
 
 
 def _checked(guard: StorageGuard | None, base_path: object) -> StorageGuard | None:
-    """Return the guard, its storage checked, if it covers ``base_path``; else None."""
+    """Check the storage and return its guard, if ``base_path`` is its root; else None.
+
+    Raises:
+        StorageGoneError: the storage is missing.
+    """
     if guard is None or not isinstance(base_path, str) or not guard.covers(base_path):
         return None
     guard.check()
@@ -169,7 +177,10 @@ def _patch_storage_shared(module: Any, guard: StorageGuard | None) -> None:
 
 
 def _patch_checkpoint(module: Any, guard: StorageGuard | None, notes: StorageGuard | None) -> None:
-    """Patch reports of checkpoints: check the storage before, forget the note after."""
+    """Check the storage before Determined reports a checkpoint to the master.
+
+    After the report, delete the record that the checkpoint is being saved.
+    """
     cls = module.CheckpointContext
     original = cls._report_checkpoint
 
@@ -241,7 +252,7 @@ def _private_directory() -> str:
 
 
 class _Finder:
-    """Import finder that patches the listed modules right after their execution."""
+    """Import finder that patches given modules right after their import."""
 
     def __init__(self, patches: dict[str, Patch]) -> None:
         self._patches = patches

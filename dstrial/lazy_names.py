@@ -13,7 +13,7 @@ def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
     Args:
         package: full name of the package.
-        homes: name -> full name of the module that defines it.
+        homes: public name -> full name of the module that defines the public name.
     """
 
     def resolve(name: str) -> Any:

@@ -23,14 +23,17 @@ from dstrial.config.secrets import MASK, SecretNames, masked, secrets_in
 from dstrial.errors import CheckpointError, CheckpointNotFoundError
 from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE
 
+# Type of an external storage -> fields of `checkpoint_storage` that describe such a storage.
 _FIELDS = {
     "s3": ("bucket", "prefix", "endpoint_url", "access_key", "secret_key"),
     "gcs": ("bucket", "prefix"),
     "azure": ("container", "account_url", "connection_string", "credential"),
     "directory": ("container_path",),
 }
+# Fields with credentials, and fields with the address of the storage's server.
 _CREDENTIALS = ("access_key", "secret_key", "connection_string", "credential")
 _SERVERS = ("endpoint_url", "account_url")
+# Type of an object storage -> scheme of the addresses that users see.
 _SCHEMES = {"s3": "s3", "gcs": "gs", "azure": "azure"}
 ALL_FILES = "**/*"
 STORAGE_KEY = "storage"
@@ -38,9 +41,10 @@ STORAGE_KEY = "storage"
 
 
 def external_storage(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return a config's ``checkpoint_storage``; None if missing or ``shared_fs``.
+    """Return where a config stores checkpoints; None if missing or ``shared_fs``.
 
-    The result has no masked values and no ``save_…`` fields. A relative ``container_path`` is made absolute.
+    The result has the ``checkpoint_storage`` fields that describe the storage, without masked values and ``save_…`` fields. A
+    relative ``container_path`` is made absolute.
     """
     given = (config or {}).get("checkpoint_storage") or {}
     names = _FIELDS.get(str(given.get("type")))
@@ -67,7 +71,8 @@ def location_of(storage: Mapping[str, Any]) -> dict[str, Any]:
 def recorded_storage(path: pathlib.Path, own: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
     """Return the external storage of a checkpoint; None if its files are in ``path``.
 
-    ``own`` is the storage of this run's config. It provides the credentials if both storages have the same type and server.
+    ``path`` is the checkpoint's local directory, whose completion marker names the storage. ``own`` is the storage of this run's
+    config. It provides the credentials if both storages have the same type and server.
     """
     location = read_marker(path).get(STORAGE_KEY) if is_complete(path) else None
     if location is None or pathlib.Path(location.get("container_path", ""), path.name) == path:
@@ -105,7 +110,10 @@ def check(storage: Mapping[str, Any]) -> None:
 
 
 def upload(storage: Mapping[str, Any], storage_id: str, source: pathlib.Path, names: Sequence[str]) -> None:
-    """Upload the paths ``names`` of ``source``; a directory's path ends with a slash."""
+    """Upload files and directories of a checkpoint from the directory ``source``.
+
+    ``names`` are paths relative to ``source``; a directory's path ends with a slash.
+    """
     _transfer("upload", storage, storage_id, directory=str(source.absolute()), names=sorted(names))
 
 
@@ -117,6 +125,8 @@ def download(
     variables: Mapping[str, str] | None = None,
 ) -> None:
     """Download a checkpoint's files, or only those in ``names``, into ``target``.
+
+    ``variables`` are further environment variables of the child process, such as credentials.
 
     Raises:
         CheckpointNotFoundError: the storage has no object of this checkpoint.
@@ -133,9 +143,10 @@ def delete(
     variables: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
 ) -> dict[str, int]:
-    """Delete a checkpoint's files matching ``globs``; return the rest.
+    """Delete a checkpoint's files matching ``globs``; return the other files.
 
-    By default all files are deleted, the completion marker first. The result maps the path of each other file to its size.
+    By default all files are deleted, the completion marker first. The result maps the path of each other file to its size in
+    bytes. ``variables`` are further environment variables of the child process, such as credentials.
 
     Raises:
         CheckpointError: the deletion failed or took longer than ``timeout_s``.

@@ -72,13 +72,6 @@ def catches(pid: int, number: int) -> bool:
     return text is not None and parse_catches(text, number)
 
 
-def has_open(pid: int, path: Path) -> bool:
-    try:
-        return any(one.readlink() == path for one in Path(f"/proc/{pid}/fd").iterdir())
-    except OSError:
-        return False
-
-
 def _read(pid: int, name: str) -> str | None:
     try:
         return Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace")

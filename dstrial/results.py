@@ -21,8 +21,8 @@ from dstrial.master.state_directory import StateDirectory
 if TYPE_CHECKING:
     import pandas
 
-_ROW_KEYS = ("steps_completed", "time")  # columns besides the metrics
-_GROUPS = ("training", "validation")
+_ROW_KEYS = ("steps_completed", "time")  # columns of a table of metrics besides the group and the metrics
+_GROUPS = ("training", "validation")  # groups of metrics that are shown by default
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,9 +49,11 @@ class Run:
     Attributes:
         name: name of the experiment.
         state: ``completed``, ``running``, ``error`` and so on.
+        config: the experiment config.
         hyperparameters: name -> value that the training uses.
         path: the run directory; None for a trial of a master.
         trial_id: number of the trial; None for a run directory.
+        state_directory: state directory of the trial's master; None for a run directory.
     """
 
     name: str

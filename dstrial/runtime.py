@@ -62,7 +62,8 @@ class ProcessRuntime:
         signals: records SIGTERM and Ctrl-C as stop requests.
         info: Determined's ``ClusterInfo``; None without a master.
         exp_conf: the experiment config; None if not given.
-        own_run: on rank 0, the run directory whose ``run.json`` this script updates; None if a launcher updates it.
+        own_run: on rank 0, the run directory whose ``run.json`` this script updates; None on other ranks, or if a launcher
+            updates ``run.json``.
         is_own_run: whether this script, not a launcher, updates ``run.json``; equal on all ranks.
     """
 
@@ -84,7 +85,7 @@ class ProcessRuntime:
 def cluster_info() -> Any:
     """Return Determined's ``ClusterInfo`` in a trial under a master; None elsewhere.
 
-    A rank that a dsat search measures belongs to the search, even if the search runs in a trial.
+    Also None on a rank whose speed dsat (the autotuner) measures, even if the autotuner itself runs in a trial.
     """
     info = None if measuring_hyperparameters() is not None else det.get_cluster_info()
     if info is None or info.task_type != "TRIAL" or info.cluster_id == STAND_IN_CLUSTER:
@@ -235,7 +236,7 @@ def _run_directory(
 ) -> tuple[RunDirectory, bool]:
     """Return the run directory, and whether this script updates its ``run.json``.
 
-    Otherwise a launcher updates ``run.json``. Ranks: all, collectively.
+    If the script does not, the launcher that started it updates the file. Ranks: all, collectively.
     """
     launchers = os.environ.get(RUN_DIR_VARIABLE)
     if launchers and (run_dir is None or os.fspath(run_dir) == launchers):
@@ -254,7 +255,11 @@ def _run_directory(
 
 
 def _await_shared(path: str, channel: core.DistributedContext) -> None:
-    """Wait until rank 0's run directory is visible; LaunchError after ``_SHARED_S``."""
+    """Wait until this machine sees rank 0's run directory.
+
+    Raises:
+        LaunchError: the directory is not visible after ``_SHARED_S`` seconds.
+    """
     give_up_at_s = time.monotonic() + _SHARED_S
     while channel.cross_size > 1 and not pathlib.Path(path, "run.json").exists():
         if time.monotonic() > give_up_at_s:
@@ -301,8 +306,8 @@ def _end_own_run(run: RunDirectory, kind: type[BaseException] | None, error: Bas
 class _ClusterSystemMetrics:
     """Sends system metrics of a node from ``NodeProfiler`` to the master.
 
-    Uses a sender thread of its own: Determined's shared sender thread raises the error of a failed send at the next report of
-    any kind, so that an error of training metrics could be raised here (0.38.1 ``core/_metrics.py``, ``_maybe_raise_exception``).
+    Uses a sender thread of its own. Determined's shared sender thread raises the error of a failed send at the next report of
+    any kind. An error of training metrics could then be raised here (0.38.1 ``core/_metrics.py``, ``_maybe_raise_exception``).
     """
 
     def __init__(self, core_context: core.Context, info: Any, node_idx: int) -> None:

@@ -12,14 +12,14 @@ from __future__ import annotations
 import errno
 import os
 
-STORAGE_MARKER = ".dstrial-storage"  # name of the marker file in a storage's root
+STORAGE_MARKER = ".dstrial-storage"
+"""Name of the marker file in a storage's root directory."""
 
-STORAGE_VARIABLE = (
-    "DSTRIAL_STORAGE"  # environment variable: root of the storage; not set if the root has no marker file
-)
+STORAGE_VARIABLE = "DSTRIAL_STORAGE"
+"""Environment variable: root of the storage; not set if the root has no marker file."""
 
 SAVING_DIRECTORY = "saving"
-"""Subdirectory of an allocation's directory with one empty file, named by uuid, per checkpoint not yet reported."""
+"""Subdirectory of an allocation's directory: has one empty file, named by uuid, per checkpoint that is being saved."""
 
 
 class StorageGoneError(OSError):
@@ -72,7 +72,8 @@ class StorageGuard:
 
     Args:
         root: root directory of the storage.
-        allocation: private directory of the trial's allocation; records are files in its ``SAVING_DIRECTORY``.
+        allocation: private directory of the trial's allocation (the trial's processes on some slots). Records of checkpoints
+            being saved are files in its subdirectory ``SAVING_DIRECTORY``.
     """
 
     def __init__(self, root: str, allocation: str) -> None:
@@ -86,7 +87,7 @@ class StorageGuard:
             raise StorageGoneError(self.root, instead)
 
     def covers(self, base_path: str) -> bool:
-        """Return whether Determined's storage manager for ``base_path`` uses this storage."""
+        """Return whether ``base_path`` of a Determined storage manager is this storage."""
         return os.path.normpath(base_path) == self.root
 
     def note(self, storage_id: str) -> None:
@@ -105,7 +106,7 @@ class StorageGuard:
             pass
 
     def forget(self, storage_id: str) -> None:
-        """Delete the record of ``note``; call it once the master has the checkpoint."""
+        """Delete the record that a checkpoint is being saved; the master knows it now."""
         if storage_id and os.sep not in storage_id:
             try:  # noqa: SIM105 - see the import of contextlib
                 os.unlink(os.path.join(self._notes, storage_id))
@@ -114,9 +115,9 @@ class StorageGuard:
 
 
 def guard_of_environment(allocation: str) -> StorageGuard | None:
-    """Return the guard of the storage in ``STORAGE_VARIABLE``; None if not set.
+    """Return a guard of the storage that the variable ``STORAGE_VARIABLE`` names.
 
-    ``allocation`` is the allocation's private directory.
+    None if the variable is not set. ``allocation`` is the allocation's private directory.
     """
     root = os.environ.get(STORAGE_VARIABLE, "")
     return StorageGuard(root, allocation) if root else None

@@ -40,7 +40,7 @@ from dstrial.trial.trial import DeepSpeedTrial
 
 logger = logging.getLogger("dstrial.trainer")
 
-_TEST_BATCHES = 2
+_TEST_BATCHES = 2  # length of the training of `dstrial run --test`
 
 _REPORTING_PERIOD = pytorch.Batch(100)
 """Default period of training reports. If ``max_length`` is in epochs, each epoch's end is reported too."""
@@ -128,7 +128,10 @@ def _hyperparameters(info: Any, given: dict[str, Any] | None) -> dict[str, Any] 
 
 @contextlib.contextmanager
 def _explained_errors(context: DeepSpeedTrialContext, runtime: TrialRuntime) -> Iterator[None]:
-    """Append hints to DeepSpeed's errors in the block; replace batch-size assertions."""
+    """Add hints to errors that DeepSpeed raises in the block.
+
+    DeepSpeed's assertion on batch sizes is replaced by an error that names the checkpoint's batch sizes.
+    """
     try:
         yield
     except AssertionError as error:
@@ -335,7 +338,10 @@ class Trainer:
 
 
 def _around_fit(runtime: TrialRuntime) -> contextlib.AbstractContextManager[Any]:
-    """Return the context manager that hyperparameter ``AROUND_FIT_KEY`` names, if any."""
+    """Return the context manager that surrounds training; a no-op unless one is named.
+
+    The hyperparameter ``AROUND_FIT_KEY`` names a function that makes the context manager.
+    """
     named = (runtime.hparams or {}).get(AROUND_FIT_KEY)
     if not named:
         return contextlib.nullcontext()
@@ -433,7 +439,7 @@ def run_trial(
             profiling_enabled=wants_system_metrics(config) and not test_mode,
         )
         if test_mode and result.checkpoint_uuid is not None:
-            _reload(trial, context, trainer, result.checkpoint_uuid)
+            _reload(context, trainer, result.checkpoint_uuid)
         return result
 
 
@@ -446,12 +452,12 @@ def _show_log(rank: int) -> None:
             logging.getLogger(name).setLevel(logging.INFO)
 
 
-def _reload(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, trainer: Trainer, uuid: str) -> None:
+def _reload(context: DeepSpeedTrialContext, trainer: Trainer, uuid: str) -> None:
     again = trainer.fit(
         max_length=pytorch.Batch(_TEST_BATCHES), checkpoint_policy="none", latest_checkpoint=uuid
     )
     assert again.batches_trained == _TEST_BATCHES, again
-    assert trial is trainer._trial
+
     if context.distributed.rank == 0:
         logger.info("checkpoint %s was written and loaded again", uuid)
 

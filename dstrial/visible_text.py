@@ -1,4 +1,4 @@
-"""Escape control characters in untrusted text before printing it to a terminal."""
+"""Text for users: untrusted text without control characters, sizes, plurals."""
 
 from __future__ import annotations
 
@@ -48,3 +48,8 @@ def size_text(num_bytes: float) -> str:
             return f"{value:.0f} {unit}" if unit == "B" or value >= 999.5 else f"{value:.3g} {unit}"
         value /= 1024
     return f"{value:.3g} TiB"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a number with its noun, for example ``1 slot`` or ``2 slots``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

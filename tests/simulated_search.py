@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dstrial.search.method import Action, Create, ExitReason, Shutdown, Stop
-from dstrial.search.random_state import SearchRandom
+from dstrial.search.sampling import SearchRandom
 from dstrial.search.searcher import Searcher
 
 

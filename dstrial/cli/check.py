@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.experiment_arguments import add_experiment_arguments, resume_point_of
-from dstrial.cli.streams import context_text, text_table
+from dstrial.cli.streams import add_runs_dir_argument, context_text, text_table
 from dstrial.config.deepspeed_rules.check import DEFAULT_ORIGIN, CheckResult, explain
 from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
@@ -17,6 +17,8 @@ from dstrial.config.schema import experiment_schema
 from dstrial.config.secrets import SecretNames, masked
 from dstrial.context_directory import Context, list_context
 from dstrial.errors import ConfigError
+from dstrial.launch.slots import slots_argument
+from dstrial.visible_text import plural
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -30,7 +32,10 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         description="Check an experiment config and the DeepSpeed config it names. Exits 0 if training can start, "
         "1 if not; all problems are listed at once. Starts no process and imports neither torch nor deepspeed.",
     )
-    add_experiment_arguments(parser, slots_help="check for N slots instead of slots_per_trial")
+    add_experiment_arguments(parser)
+    parser.add_argument(
+        "--slots", type=slots_argument, metavar="N", help="check for N slots instead of slots_per_trial"
+    )
     parser.add_argument(
         "--explain",
         action="store_true",
@@ -47,9 +52,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="latest|RUN_DIR|CHECKPOINT",
         help="check whether a checkpoint of `dstrial run` can be resumed with this config on these slots",
     )
-    parser.add_argument(
-        "--runs-dir", metavar="DIR", help="directory of all runs (default: $DSTRIAL_RUNS_DIR or runs)"
-    )
+    add_runs_dir_argument(parser)
     parser.add_argument(
         "--json", action="store_true", dest="as_json", help="print one JSON object instead of text"
     )
@@ -91,8 +94,7 @@ def main(args: argparse.Namespace) -> int:
         else:
             for problem in error.problems:
                 sys.stderr.write(f"{problem}\n")
-            count = len(error.problems)
-            sys.stderr.write(f"{args.experiment}: {count} {'problem' if count == 1 else 'problems'}\n")
+            sys.stderr.write(f"{args.experiment}: {plural(len(error.problems), 'problem')}\n")
         return 1
     if args.as_json:
         _print_json(_summary(config, context, with_values=args.explain or args.with_defaults))

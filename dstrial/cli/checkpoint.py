@@ -25,8 +25,7 @@ from dstrial.checkpoint.manifest import (
     layouts_of,
     read_manifest,
 )
-from dstrial.cli.streams import det_for
-from dstrial.cli.up import add_state_dir_argument
+from dstrial.cli.streams import add_state_dir_argument, det_for
 from dstrial.errors import CheckpointError, CheckpointNotFoundError, MasterError, RequestError
 from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.run_directory import RunDirectory, default_runs_dir
@@ -79,7 +78,7 @@ def main(args: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointSource:
-    """The checkpoint of a CHECKPOINT argument: directory, run, and master's record."""
+    """What a CHECKPOINT argument names: the directory, its run, the master's record."""
 
     path: Path  # absolute
     run_directory: RunDirectory | None = None  # only checkpoints in run directories need a completion marker
@@ -199,7 +198,10 @@ def _best_of_newest_run(runs_dir: Path) -> str:
 
 
 def _with_files(source: CheckpointSource, state: StateDirectory) -> CheckpointSource:
-    """Resolve a checkpoint directory that only refers to another storage."""
+    """Return a source whose directory has the checkpoint's files; download if needed.
+
+    The directory in a run may only have a record that names the storage with the files.
+    """
     settings = recorded_storage(source.path)
     if settings is None:
         return source
@@ -264,9 +266,7 @@ def _in_directory(path: Path, asked: str) -> CheckpointSource:
             f"checkpoint is {asked!r}, a directory without {MANIFEST_NAME}; expected the directory of a checkpoint that dstrial "
             "wrote, or of a run. Name one that a run has printed."
         )
-    owner = RunDirectory(path.parent.parent)
-    is_of_run = owner.record_path.is_file() and owner.checkpoints_path == path.parent
-    return CheckpointSource(path, owner if is_of_run else None)
+    return CheckpointSource(path, RunDirectory.of_checkpoint(path))
 
 
 def _from_master(asked: str, state: StateDirectory, runs: Path) -> CheckpointSource:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from dstrial.checkpoint.summary import (
     own_places,
 )
 from dstrial.cli.checkpoint import OpenCheckpoint, add_action, add_shared_options, open_checkpoint
-from dstrial.cli.streams import bytes_bar, count_argument, text_table
+from dstrial.cli.streams import bytes_bar, count_argument, print_json, text_table
 from dstrial.errors import CheckpointError, DstrialError
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     if args.as_json:
-        sys.stdout.write(json.dumps(report, indent=2, default=str) + "\n")
+        print_json(report)
     else:
         sys.stdout.write(_text(report, args.top))
     return 0 if report["is_same"] else 1
@@ -132,7 +131,10 @@ def _compare_state(
     b: OpenCheckpoint,
     differences: dict[str, list[Difference]],
 ) -> dict[str, Any]:
-    """Add an engine's differences to ``differences``; return a summary of its weights."""
+    """Compare an engine's config, optimizer and weights; return how weights differ.
+
+    Differences of the config and the optimizer are added to ``differences``. The result is empty if weights are not compared.
+    """
     from dstrial.engine.checkpoint_reader.open import open_saved_engine, optimizer_summary, plain
 
     saved_a, saved_b = (
@@ -163,6 +165,7 @@ def _compare_weights(
         )
     numels = {place.name: math.prod(place.shape) for place in own_places(a.layout)}
     names = comparable(a, b)
+    # Two float64 values are compared per element of the weights and of each of the optimizer's moments.
     total = sum(
         numels[name] * 16 * (1 + (len(a.state_keys(name)) if args.optimizer else 0)) for name in names
     )

@@ -23,7 +23,7 @@ from dstrial.cli.checkpoint import (
 )
 from dstrial.cli.streams import bytes_bar, count_argument
 from dstrial.errors import CheckpointError, CheckpointLayoutError
-from dstrial.visible_text import size_text
+from dstrial.visible_text import plural, size_text
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -162,7 +162,7 @@ def _engine_idx(opened: OpenCheckpoint, asked: int | None) -> int:
     if asked is None or asked >= count:
         given = "not given" if asked is None else str(asked)
         raise CheckpointError(
-            f"--engine is {given}, and checkpoint {opened.path} holds {count} {'engine' if count == 1 else 'engines'}; expected "
+            f"--engine is {given}, and checkpoint {opened.path} holds {plural(count, 'engine')}; expected "
             f"one of 0 to {count - 1}. Name one."
         )
     return asked

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from dstrial.checkpoint.summary import (
     layout_fields,
 )
 from dstrial.cli.checkpoint import OpenCheckpoint, add_action, add_shared_options, open_checkpoint
-from dstrial.cli.streams import field_lines, text_table
+from dstrial.cli.streams import field_lines, print_json, text_table
 from dstrial.config.documents import yaml_text
 from dstrial.errors import CheckpointError
 from dstrial.visible_text import size_text, visible
@@ -53,7 +52,10 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
 def main(args: argparse.Namespace) -> int:
     checkpoint = open_checkpoint(args.checkpoint, args)
     contents = _contents(checkpoint, with_parameters=args.parameters, trusts_code=args.trust_code)
-    sys.stdout.write(json.dumps(contents, indent=2) + "\n" if args.as_json else _text(contents))
+    if args.as_json:
+        print_json(contents)
+    else:
+        sys.stdout.write(_text(contents))
     return 0
 
 

@@ -38,6 +38,7 @@ from dstrial.launch.slots import slots_argument
 from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.run_directory import REWRITE_VARIABLE, RunDirectory
 from dstrial.local.script_variables import AROUND_FIT_KEY
+from dstrial.visible_text import plural
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -98,8 +99,7 @@ def main(args: argparse.Namespace) -> int:
         stage = _require_layout(written, opened.layouts, args.slots, args.zero_stage)
         require_new(output)
         written.rename(output)
-    slots = f"{args.slots} {'slot' if args.slots == 1 else 'slots'}"
-    sys.stdout.write(f"{output}: {opened.path.name} for {slots}, ZeRO stage {stage}\n")
+    sys.stdout.write(f"{output}: {opened.path.name} for {plural(args.slots, 'slot')}, ZeRO stage {stage}\n")
     return 0
 
 

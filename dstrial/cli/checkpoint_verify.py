@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +19,10 @@ from dstrial.checkpoint.manifest import (
     read_manifest,
 )
 from dstrial.cli.checkpoint import CheckpointSource, add_action, add_shared_options, find_checkpoint
-from dstrial.cli.streams import bytes_bar
+from dstrial.cli.streams import bytes_bar, print_json
 from dstrial.errors import CheckpointError, RequestError
 from dstrial.master.state_directory import StateDirectory
-from dstrial.visible_text import size_text
+from dstrial.visible_text import plural, size_text
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -65,11 +64,11 @@ def main(args: argparse.Namespace) -> int:
     except CheckpointError as error:
         if not args.as_json:
             raise
-        _print_json({"path": str(source.path), "is_whole": False, "error": str(error), "faults": []})
+        print_json({"path": str(source.path), "is_whole": False, "error": str(error), "faults": []})
         return 1
     registration = _registration(source, StateDirectory.choose(args.state_dir))
     if args.as_json:
-        _print_json(
+        print_json(
             {
                 "path": str(source.path),
                 "is_whole": report.is_intact,
@@ -88,8 +87,8 @@ def main(args: argparse.Namespace) -> int:
 def _registration(source: CheckpointSource, state: StateDirectory) -> dict[str, Any]:
     """Compare a manifest with the SHA-256 that the running master registered.
 
-    Returns ``state`` (registered, changed or unknown), ``by`` (address of the master or None), the two SHA-256 ``registered``
-    and ``found``, and ``is_signed`` (whether this account has signed the manifest).
+    Keys of the result: ``state`` (registered, changed or unknown), ``by`` (address of the master or None), ``registered`` and
+    ``found`` (the two SHA-256), and ``is_signed`` (whether this account has signed the manifest).
     """
     from dstrial.master.login import session
 
@@ -137,16 +136,11 @@ def _uuid_of(path: Path) -> str:
 def _print_text(source: CheckpointSource, report: IntegrityReport) -> None:
     size = f"{report.num_files} files, {size_text(report.num_bytes)}"
     if report.is_intact:
-        sys.stdout.write(f"{source.path} is whole: {size}\n")
+        sys.stdout.write(f"{source.path} is intact: {size}\n")
         return
     for fault in report.faults:
         sys.stdout.write(f"{fault}\n")
-    count = len(report.faults)
     sys.stdout.write(
-        f"{source.path} is not whole: {count} {'fault' if count == 1 else 'faults'} in {size}. "
+        f"{source.path} is damaged: {plural(len(report.faults), 'fault')} in {size}. "
         "Restore the files from a copy, or use another checkpoint.\n"
     )
-
-
-def _print_json(values: dict[str, object]) -> None:
-    sys.stdout.write(json.dumps(values, indent=2) + "\n")

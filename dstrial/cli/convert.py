@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dstrial.cli.experiment_arguments import FOREIGN_LAUNCHERS
 from dstrial.config.diagnostics import render
 from dstrial.config.documents import read_json, read_yaml
 from dstrial.config.experiment_config.config import load_experiment
@@ -28,8 +29,6 @@ from dstrial.launch.slots import slots_argument
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
-
-_OTHER_LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "mpirun", "mpiexec", "srun")
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -106,7 +105,7 @@ def _deepspeed_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | N
 def _require_script(entrypoint: str | None) -> None:
     """Raise ``ConfigError`` if the entrypoint begins with another launcher."""
     words = shlex.split(entrypoint or "")
-    if words and Path(words[0]).name in _OTHER_LAUNCHERS:
+    if words and Path(words[0]).name in FOREIGN_LAUNCHERS:
         fix = f"Leave {words[0]!r} and its options away: python3 -m dstrial.launch takes its place."
         raise ConfigError(
             [ConfigProblem("--entrypoint", repr(entrypoint), "the script and its own arguments", fix)]
@@ -128,7 +127,7 @@ def _write(targets: Mapping[Path, str], *, force: bool) -> None:
 
 
 def _check(path: Path, context_dir: Path, conversion: Conversion) -> int:
-    """Print problems of the written files and what the user must add; return 0."""
+    """Check the written files; print what the user must add or correct; return 0."""
     sys.stdout.write(f"wrote {context_dir / JSON_NAME} and {path}\n")
     for idx, line in enumerate(path.read_text(encoding="utf-8").splitlines()[1:], start=2):
         if MARK in line:

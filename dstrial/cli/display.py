@@ -116,6 +116,7 @@ def summary(
     *,
     metric: str,
     smaller_is_better: bool,
+    best: tuple[StoredCheckpoint, float] | None,
     resume_command: Sequence[str],
     steps_before: int | None = None,
 ) -> list[str]:
@@ -127,57 +128,75 @@ def summary(
         view: the run's last progress.
         metric: the searcher's metric.
         smaller_is_better: whether the best value of ``metric`` is the smallest.
+        best: result of ``best_stored``.
         resume_command: words of the command that resumes the run; if empty, none is shown.
         steps_before: batches trained before the attempt; None for a new run.
     """
-    checkpoint = newest_checkpoint(run_directory.checkpoints_path)
+    last = newest_checkpoint(run_directory.checkpoints_path)
+    rows = [("state", _state_text(verdict, view, steps_before, has_checkpoint=last is not None))]
+    rows += _validation_rows(run_directory, metric, smaller_is_better=smaller_is_better)
+    rows += skipped_rows(run_directory) + telemetry_rows(run_directory)
+    rows.append(("run directory", f"{shown_path(run_directory.path)}, with"))
+    if last is not None:
+        rows += _checkpoint_rows(last, best, metric)
+    attempt = run_directory.attempt_logs_path(run_directory.read_record().num_attempts)
+    parts = [run_directory.metrics_path, run_directory.tensorboard_path, attempt]
+    rows.append(("  files", ", ".join(str(part.relative_to(run_directory.path)) for part in parts)))
+    if verdict.state is not RunState.COMPLETED and last is not None and resume_command:
+        rows.append(("resume with", shlex.join(resume_command)))
+    return row_lines(rows)
+
+
+def _state_text(verdict: Verdict, view: RunView, steps_before: int | None, *, has_checkpoint: bool) -> str:
     place = ""
     if view.batches_trained is not None:
         place = f" at batch {view.batches_trained}"
         place += "" if view.batches_total is None else f" of {view.batches_total}"
     details = [verdict.reason] if verdict.reason else []
-    if (
-        verdict.state is RunState.COMPLETED
-        and steps_before is not None
-        and steps_before == view.batches_trained
-    ):
+    has_trained = steps_before is None or steps_before != view.batches_trained
+    if verdict.state is RunState.COMPLETED and not has_trained:
         details.append("nothing was left to train")
-    elif verdict.state is RunState.FAILED and checkpoint is None:
+    elif verdict.state is RunState.FAILED and not has_checkpoint:
         details.append("no checkpoint")
-    described = f" ({'; '.join(details)})" if details else ""
-    rows = [("state", f"{verdict.state.value}{place}{described}")]
+    return f"{verdict.state.value}{place}" + (f" ({'; '.join(details)})" if details else "")
+
+
+def _validation_rows(
+    run_directory: RunDirectory, metric: str, *, smaller_is_better: bool
+) -> list[tuple[str, str]]:
     validations = read_validations(run_directory, metric)
+    if not validations:
+        return []
+    last = max(validations)
+    text = f"{metric} {validations[last]:.6g} at batch {last}"
     measured = [(value, step) for step, value in sorted(validations.items()) if not math.isnan(value)]
-    if validations:
-        last = max(validations)
-        text = f"{metric} {validations[last]:.6g} at batch {last}"
-        if measured:
-            value, step = min(measured, key=lambda one: one[0] if smaller_is_better else -one[0])
-            text += f", best {value:.6g} at batch {step}"
-        rows.append(("validation", text))
-    rows += skipped_rows(run_directory) + telemetry_rows(run_directory)
-    rows.append(("run directory", f"{shown_path(run_directory.path)}, with"))
-    if checkpoint is not None:
-        best = best_stored(run_directory, metric, smaller_is_better)
-        if best is not None:
-            where = "the last" if best[0] == checkpoint else f"checkpoints/{best[0].path.name}"
-            rows.append(("  best", f"{where} (batch {best[0].steps_completed}, {metric} {best[1]:.6g})"))
-        rows.append(("  last", f"checkpoints/{checkpoint.path.name} (batch {checkpoint.steps_completed})"))
-        settings = recorded_storage(checkpoint.path)
-        if settings is not None:
-            rows.append(("  stored in", address_of(settings)))
-    attempt = run_directory.attempt_logs_path(run_directory.read_record().num_attempts)
-    parts = [run_directory.metrics_path, run_directory.tensorboard_path, attempt]
-    rows.append(("  files", ", ".join(str(part.relative_to(run_directory.path)) for part in parts)))
-    if verdict.state is not RunState.COMPLETED and checkpoint is not None and resume_command:
-        rows.append(("resume with", shlex.join(resume_command)))
-    return row_lines(rows)
+    if measured:
+        value, step = min(measured, key=lambda one: one[0] if smaller_is_better else -one[0])
+        text += f", best {value:.6g} at batch {step}"
+    return [("validation", text)]
+
+
+def _checkpoint_rows(
+    last: StoredCheckpoint, best: tuple[StoredCheckpoint, float] | None, metric: str
+) -> list[tuple[str, str]]:
+    rows = []
+    if best is not None:
+        where = "the last" if best[0] == last else f"checkpoints/{best[0].path.name}"
+        rows.append(("  best", f"{where} (batch {best[0].steps_completed}, {metric} {best[1]:.6g})"))
+    rows.append(("  last", f"checkpoints/{last.path.name} (batch {last.steps_completed})"))
+    settings = recorded_storage(last.path)
+    if settings is not None:
+        rows.append(("  stored in", address_of(settings)))
+    return rows
 
 
 def best_stored(
     run_directory: RunDirectory, metric: str, smaller_is_better: bool
 ) -> tuple[StoredCheckpoint, float] | None:
-    """Return the stored checkpoint with the best validation, and its metric; or None."""
+    """Return the checkpoint with the best validation, and that value of ``metric``.
+
+    None if no stored checkpoint was validated.
+    """
     measured = read_validations(run_directory, metric)
     found = [
         (checkpoint, measured[checkpoint.steps_completed])

@@ -12,11 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrial import __version__
-from dstrial.cli.streams import count_argument, seconds_argument
+from dstrial.cli.streams import (
+    add_runs_dir_argument,
+    add_state_dir_argument,
+    count_argument,
+    print_json,
+    seconds_argument,
+)
 from dstrial.doctor.checkup import CheckupOptions, run
-from dstrial.doctor.finding import Group, count, plural
+from dstrial.doctor.finding import Group, count
 from dstrial.errors import DstrialError
 from dstrial.file_writes import replace_file
+from dstrial.visible_text import plural
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -55,12 +62,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="N",
         help="report a problem if fewer than N accelerators are visible (N is 1 unless given)",
     )
-    parser.add_argument(
-        "--runs-dir", metavar="DIR", help="directory of all runs (default: $DSTRIAL_RUNS_DIR or runs)"
-    )
-    parser.add_argument(
-        "--state-dir", metavar="DIR", help="the master's state directory, as for `dstrial up`"
-    )
+    add_runs_dir_argument(parser)
+    add_state_dir_argument(parser)
     parser.add_argument(
         "--output",
         metavar="DIR",
@@ -145,7 +148,7 @@ def _train(args: argparse.Namespace) -> int:
         show=(lambda _: None) if args.as_json else _show_step,
     )
     if args.as_json:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        print_json(found)
     return int(any(step["status"] != "ok" for step in found["steps"]))
 
 

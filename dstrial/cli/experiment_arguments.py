@@ -14,7 +14,6 @@ from dstrial.checkpoint.completion_marker import is_complete
 from dstrial.checkpoint.manifest import MANIFEST_NAME, read_saved_run
 from dstrial.config.experiment_config.config import experiment_name
 from dstrial.errors import CheckpointNotFoundError, ConfigError, ConfigProblem
-from dstrial.launch.slots import slots_argument
 from dstrial.local.checkpoint_directory import list_checkpoints, newest_checkpoint
 from dstrial.local.run_directory import LOCAL_ID, RunDirectory, default_runs_dir, find_runs
 from dstrial.resume.metadata import SavedRun
@@ -22,17 +21,19 @@ from dstrial.resume.metadata import SavedRun
 _TRIAL_PATTERN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _SHELL_SYNTAX = re.compile(r"[;&|<>$`\n]")
 _OUR_LAUNCHER = "dstrial.launch"
+# Modules that start ranks, in place of which the master runs `dstrial.launch`.
 _LAUNCH_MODULES = (
     _OUR_LAUNCHER,
     "determined.launch.deepspeed",
     "determined.launch.torch_distributed",
     "determined.launch.horovod",
 )
-_FOREIGN_LAUNCHERS = ("torchrun", "deepspeed", "mpirun", "mpiexec", "srun", "accelerate")
+FOREIGN_LAUNCHERS = ("torchrun", "deepspeed", "mpirun", "mpiexec", "srun", "accelerate")
+"""Names of other launchers' commands, which start the ranks themselves."""
 
 
-def add_experiment_arguments(parser: argparse.ArgumentParser, *, slots_help: str) -> None:
-    """Add ``EXP.yaml``, ``CONTEXT_DIR``, ``--config`` and ``--slots``."""
+def add_experiment_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments ``EXP.yaml``, ``CONTEXT_DIR`` and ``--config``."""
     parser.add_argument("experiment", metavar="EXP.yaml", help="experiment config")
     parser.add_argument(
         "context_dir",
@@ -48,7 +49,6 @@ def add_experiment_arguments(parser: argparse.ArgumentParser, *, slots_help: str
         default=[],
         help="replace one value of EXP.yaml, or add a hyperparameter with +KEY=VALUE; repeatable",
     )
-    parser.add_argument("--slots", type=slots_argument, metavar="N", help=slots_help)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def parse_entrypoint(entrypoint: str | Sequence[str] | None, where: str) -> Entr
         return Entrypoint(None, ("sh", "-c", entrypoint))
     if launched is not None:
         return _parse_launcher_arguments(launched, where, entrypoint)
-    return Entrypoint(None, words, starts_ranks=Path(words[0]).name in _FOREIGN_LAUNCHERS)
+    return Entrypoint(None, words, starts_ranks=Path(words[0]).name in FOREIGN_LAUNCHERS)
 
 
 def _launcher_arguments(words: Sequence[str]) -> tuple[str, ...] | None:
@@ -146,9 +146,10 @@ class ResumePoint:
 
 
 def resume_point_of(args: argparse.Namespace) -> ResumePoint | None:
-    """Resolve ``--resume``, ``--run-dir`` and ``--runs-dir``; None for a new run.
+    """Return the checkpoint that the options name for a resume; None for a new run.
 
-    If the run of ``--run-dir`` has checkpoints, the newest one is used.
+    The options are ``--resume``, ``--run-dir`` and ``--runs-dir``. If the run of ``--run-dir`` has checkpoints, the newest
+    one is used.
     """
     own = run_directory_of(args)
     if own is not None and own.record_path.is_file():
@@ -187,9 +188,13 @@ def newest_resumable(runs: list[RunDirectory]) -> tuple[RunDirectory, Path] | No
 
 
 def resume_point(resume: str, *, runs_dir: Path, name: str, context_dir: Path) -> ResumePoint:
-    """Resolve ``--resume``: ``latest``, a run directory, or a checkpoint directory.
+    """Return the checkpoint and the run that the value of ``--resume`` names.
 
-    ``latest`` is the newest run in ``runs_dir`` with this experiment ``name`` and ``context_dir`` that can resume.
+    The value is ``latest``, a run directory, or a checkpoint directory. ``latest`` is the newest run in ``runs_dir`` with this
+    experiment ``name`` and ``context_dir`` that has a complete checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: there is no such checkpoint.
     """
     path = Path(resume).resolve()
     is_run = RunDirectory(path).record_path.is_file()
@@ -207,13 +212,12 @@ def resume_point(resume: str, *, runs_dir: Path, name: str, context_dir: Path) -
         run_directory, checkpoint = found
         note = None
         if run_directory != runs[0]:
-            note = f"the newest run {runs[0].path} has no complete checkpoint; going on with {run_directory.path}"
+            note = f"the newest run {runs[0].path} has no complete checkpoint; resuming {run_directory.path}"
         return ResumePoint(run_directory, checkpoint, note)
     if is_complete(path) or (path / MANIFEST_NAME).is_file():
-        owner = RunDirectory(path.parent.parent)
-        is_of_a_run = owner.record_path.is_file() and owner.checkpoints_path == path.parent
-        if not is_of_a_run or is_complete(path):
-            return ResumePoint(owner if is_of_a_run and not owner.is_search else None, path)
+        owner = RunDirectory.of_checkpoint(path)
+        if owner is None or is_complete(path):
+            return ResumePoint(None if owner is None or owner.is_search else owner, path)
     raise CheckpointNotFoundError(
         f"--resume is {resume!r}; expected 'latest', a run directory, or the directory of a complete "
         "checkpoint. Name one that a run has printed."

@@ -10,14 +10,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dstrial.cli.streams import count_argument, text_table
-from dstrial.cli.up import add_state_dir_argument
+from dstrial.cli.streams import add_state_dir_argument, count_argument, field_lines, print_json, text_table
 from dstrial.config.diagnostics import dotted
 from dstrial.config.experiment_config.hyperparameters import searched_values
 from dstrial.errors import RequestError
 from dstrial.master.client import Client
 from dstrial.master.state_directory import StateDirectory
-from dstrial.visible_text import visible
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -68,7 +66,7 @@ def _list(client: Client, args: argparse.Namespace) -> int:
     query = {"limit": args.limit, "orderBy": "ORDER_BY_DESC", "archived": None if args.all else "false"}
     found = client.get("/api/v1/experiments", **query)["experiments"]
     if args.as_json:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        print_json(found)
         return 0
     reasons = _reasons(client, [one["id"] for one in found])
     rows = [
@@ -91,7 +89,7 @@ def _list(client: Client, args: argparse.Namespace) -> int:
 def _reasons(client: Client, ids: Sequence[int]) -> dict[int, str]:
     """Return experiment id -> why it ended, which Determined's API does not return."""
     found = client.get("/page/experiments", ids=list(ids))["experiments"] if ids else []
-    return {one["id"]: visible(one["reason"]) for one in found}
+    return {one["id"]: one["reason"] for one in found}
 
 
 def _experiment(client: Client, experiment_id: int) -> dict[str, Any]:
@@ -114,18 +112,18 @@ def _show(client: Client, args: argparse.Namespace) -> int:
     answer = client.get(path, limit=limit, sortBy="SORT_BY_BEST_VALIDATION_METRIC", orderBy=order)
     trials, num_trials = answer["trials"], answer["pagination"]["total"]
     if args.as_json:
-        sys.stdout.write(json.dumps({"experiment": experiment, "trials": trials}, indent=2) + "\n")
+        print_json({"experiment": experiment, "trials": trials})
         return 0
     specs = experiment["config"].get("hyperparameters") or {}
     metric = str(searcher.get("metric", ""))
     states = (_state(experiment), _progress(experiment), f"started {_age(experiment['startTime'])}")
     facts = [
-        ("experiment", f"{args.id}, {visible(experiment['name'])}"),
+        ("experiment", f"{args.id}, {experiment['name']}"),
         ("state", ", ".join(filter(None, states))),
-        *([("reason", reason)] if (reason := _reasons(client, [args.id])[args.id]) else []),
-        ("searcher", f"{searcher.get('name', '')}, {visible(metric)}"),
+        ("reason", _reasons(client, [args.id])[args.id] or None),
+        ("searcher", f"{searcher.get('name', '')}, {metric}"),
     ]
-    sys.stdout.write("".join(f"{name + ':':<13}{text}\n" for name, text in facts))
+    sys.stdout.write(field_lines(facts, 13))
     rows = [
         (
             str(one["id"]),

@@ -1,4 +1,4 @@
-"""Follow an experiment until it has ended or paused, and tell how it ended."""
+"""Follow an experiment until it has ended or paused; judge how it ended."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from dstrial.local.run_directory import RunDirectory, RunState
 from dstrial.master.store.views import observe
 from dstrial.master.store.views.observe import ExperimentView, LogRow
 
-_POLL_PERIOD_S = 0.1
+_POLL_PERIOD_S = 0.1  # between polls of signals and of the trials' logs
 _STATE_POLL_PERIOD_S = 0.3  # between queries of the experiment's state
 _GONE_AFTER_S = 10.0  # a master that was ended may be started again within this time
-_FAILURE_HEADLINE = re.compile(r"rank \d+ failed first \(")
+_FAILURE_HEADLINE = re.compile(r"rank \d+ failed first \(")  # first line of the launcher's report
 _BY_SIGTERM = 128 + signal.SIGTERM
 
 
@@ -46,8 +46,8 @@ class Verdict:
 class LogTail:
     """Passes new lines of the trials' logs to ``show(text, rank, stream)``.
 
-    The launcher's report on the first failed rank and the master's error line are withheld, as the summary repeats them; the
-    report is shown if the master restarts the trial. ``after`` maps trial id -> id of the last line already shown.
+    The launcher's report on the first failed rank and the master's error line are withheld, because the summary repeats them. If
+    the master restarts the trial, the report is shown. ``after`` maps trial id -> id of the last line already shown.
     """
 
     def __init__(
@@ -159,9 +159,11 @@ def outcome_of(run_directory: RunDirectory, followed: FollowResult) -> LaunchOut
 
 
 def judge_experiment(followed: FollowResult, judged: Verdict, *, has_own_master: bool = False) -> Verdict:
-    """Return the verdict on an attempt, from ``judged`` and the experiment's state.
+    """Return how an attempt at a run ended, considering the experiment's state.
 
-    ``judged`` is the verdict of ``judge`` or ``judge_search``. ``has_own_master``: whether the master serves only this run.
+    ``judged`` is the verdict on the ranks or trials, from ``judge`` or ``judge_search``. It is overridden if
+    the experiment was deleted or cancelled or has failed, or if the master has ended. ``has_own_master``: whether the master
+    serves only this run.
     """
     view = followed.view
     if view is None:
@@ -188,7 +190,7 @@ def judge_experiment(followed: FollowResult, judged: Verdict, *, has_own_master:
 
 
 def judge(outcome: LaunchOutcome, status: Mapping[str, object]) -> Verdict:
-    """Return the verdict on an attempt from its ranks' outcome and ``status.json``.
+    """Return how a run's attempt ended, from the ranks' outcome and ``status.json``.
 
     The attempt has completed if all ranks exited with 0, or if the trial itself requested a stop before a stop signal. (The
     launcher reports an exit with 0 before the end of training as a failure.)
@@ -215,7 +217,7 @@ def judge(outcome: LaunchOutcome, status: Mapping[str, object]) -> Verdict:
 
 
 def judge_search(followed: FollowResult) -> Verdict:
-    """Return the verdict on a search from its state and stop signal.
+    """Return how a search ended, from the experiment's state and the stop signal.
 
     Failures of trials are not considered; ``judge_experiment`` adds them.
     """

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dstrial.cli.streams import text_table
+from dstrial.cli.streams import print_json, text_table
 from dstrial.errors import HostError
 from dstrial.hosts.hostfile import add_host_arguments, hosts_of, python_of
 from dstrial.hosts.preflight import ReadyHost, check_hosts
@@ -26,7 +25,9 @@ files. `dstrial run --hostfile` and `dstrial up --hostfile` make the same check 
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("hosts")
+    parser = subparsers.add_parser(
+        "hosts", description="Check whether the hosts of a hostfile can train together."
+    )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     check = actions.add_parser(
         "check",
@@ -58,10 +59,10 @@ def main(args: argparse.Namespace) -> int:
         if not args.json:
             raise
         problems = [{"host": one.host, "is": one.got, "fix": one.fix} for one in error.problems]
-        sys.stdout.write(json.dumps({"ready": False, "problems": problems}, indent=2) + "\n")
+        print_json({"ready": False, "problems": problems})
         return 1
     if args.json:
-        sys.stdout.write(json.dumps(_document(checked), indent=2) + "\n")
+        print_json(_document(checked))
     else:
         _print(checked)
     return 0

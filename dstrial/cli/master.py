@@ -12,19 +12,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dstrial.cli.streams import count_argument, det_reaches, seconds_argument
-from dstrial.cli.up import add_state_dir_argument
+from dstrial.cli.streams import add_state_dir_argument, count_argument, det_reaches, seconds_argument
 from dstrial.errors import MasterError
 from dstrial.master import daemon
 from dstrial.master.state_directory import StateDirectory
-from dstrial.visible_text import visible
+from dstrial.visible_text import plural, visible
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-_DEFAULT_DEADLINE_S = 600.0
-_KILL_DEADLINE_S = 60.0
-_LOG_POLL_PERIOD_S = 0.2
+_DEFAULT_DEADLINE_S = 600.0  # default of `down --deadline`
+_KILL_DEADLINE_S = 60.0  # for a master to end after its trials were killed
+_LOG_POLL_PERIOD_S = 0.2  # of `logs --follow`
 
 _DESCRIPTIONS = {
     "backup": "Copy the master's database to a consistent snapshot, and check the copy. The master may run meanwhile. Do not "
@@ -179,8 +178,7 @@ def _down(args: argparse.Namespace, state: StateDirectory) -> None:
 
 def _print_waiting(num_allocations: int) -> None:
     if num_allocations:
-        what = "1 trial" if num_allocations == 1 else f"{num_allocations} trials"
-        sys.stdout.write(f"waiting for {what} to save a checkpoint\n")
+        sys.stdout.write(f"waiting for {plural(num_allocations, 'trial')} to save a checkpoint\n")
         sys.stdout.flush()
 
 

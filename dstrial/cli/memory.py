@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dstrial.cli.experiment_arguments import parse_entrypoint
-from dstrial.cli.streams import text_table
+from dstrial.cli.experiment_arguments import add_experiment_arguments, parse_entrypoint
+from dstrial.cli.streams import print_json, text_table
 from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
 from dstrial.config.parallel_dims import CONFIG_KEYS, config_sizes
 from dstrial.errors import ConfigError, LaunchError
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from dstrial.engine.dryrun.values import DryRunRequest
 
 _GIB = 2**30
-_NUM_PARALLEL = 2
+_NUM_PARALLEL = 2  # dry runs at the same time
 _MEASURE = "Train some batches: the summary of `dstrial run` shows the measured memory."
 
 
@@ -35,14 +34,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "activations and buffers. The command trains one step as one rank of N simulated ranks, on tensors without memory, and "
         "needs no accelerator.",
     )
-    parser.add_argument("experiment", metavar="EXP.yaml", help="experiment config")
-    parser.add_argument(
-        "context_dir",
-        metavar="CONTEXT_DIR",
-        nargs="?",
-        default=".",
-        help="model definition directory (default: .)",
-    )
+    add_experiment_arguments(parser)
     parser.add_argument(
         "--slots",
         metavar="N,…",
@@ -56,13 +48,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="GIB",
         help="memory of one device in GiB (default: 80)",
     )
-    parser.add_argument(
-        "--config",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="replace one value of the config; repeatable",
-    )
+
     parser.add_argument("--deadline", type=float, default=900.0, metavar="S", help="time limit in seconds")
     parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object")
 
@@ -91,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
             }
             for one in placements
         ]
-        sys.stdout.write(json.dumps({"answer": lines, "devices": rows, "seconds": seconds}, indent=2) + "\n")
+        print_json({"answer": lines, "devices": rows, "seconds": seconds})
     else:
         header, *cells = table(placements, capacity_bytes)
         sys.stdout.write("\n".join([*lines, "", text_table(header, cells, right=range(len(header)))]))
@@ -129,14 +115,14 @@ def _settings_text(experiment: ExperimentConfig) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Planned:
-    """A model or stage on a number of devices, whose memory is to be predicted."""
+    """A prediction to make: a model, or one pipeline stage, on a number of devices."""
 
     placement: Placement
     experiment: ExperimentConfig | None  # None if the placement has a problem
 
 
 def _planned_runs(args: argparse.Namespace, num_slots: int) -> list[_Planned]:
-    """Return a planned prediction per pipeline stage; one without a pipeline."""
+    """Return the predictions to make for a number of devices, one per pipeline stage."""
     from dstrial.dsat.predictor.model_memory import Placement
 
     try:
@@ -151,7 +137,7 @@ def _planned_runs(args: argparse.Namespace, num_slots: int) -> list[_Planned]:
 
 
 def _run_planned(planned: Sequence[_Planned], deadline_s: float, capacity_bytes: float) -> list[Placement]:
-    """Run each stage's dry run once; return predicted memory or problem per model."""
+    """Run each pipeline stage's dry run once; return the results of all predictions."""
     from dstrial.engine.dryrun.process import dry_runs
 
     requests: dict[int | None, DryRunRequest] = {}

@@ -35,7 +35,14 @@ from dstrial.cli.follow import (
     judge_search,
     outcome_of,
 )
-from dstrial.cli.streams import LossTolerantStream, command_of, context_text, det_for, page_of
+from dstrial.cli.streams import (
+    LossTolerantStream,
+    add_runs_dir_argument,
+    command_of,
+    context_text,
+    det_for,
+    page_of,
+)
 from dstrial.cli.submit import (
     Master,
     RunRequest,
@@ -52,6 +59,7 @@ from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.hosts.hostfile import Host, add_host_arguments, given_slots, hosts_of, placement_lines, python_of
 from dstrial.hosts.srun import hosts_of_allocation
 from dstrial.launch.failures import LaunchOutcome
+from dstrial.launch.slots import slots_argument
 from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import (
@@ -89,10 +97,11 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "its files. If no master runs, the command starts one.",
         epilog=_EPILOG,
     )
-    add_experiment_arguments(parser, slots_help="number of slots instead of slots_per_trial")
+    add_experiment_arguments(parser)
     parser.add_argument(
-        "--runs-dir", metavar="DIR", help="directory of all runs (default: $DSTRIAL_RUNS_DIR or runs)"
+        "--slots", type=slots_argument, metavar="N", help="number of slots instead of slots_per_trial"
     )
+    add_runs_dir_argument(parser)
     parser.add_argument(
         "--no-progress", action="store_true", help="print plain lines instead of a progress bar"
     )
@@ -161,8 +170,8 @@ def _hosts_and_slots(
 ) -> tuple[tuple[Host, ...], int | None]:
     """Return the hosts to train on, and the number of slots.
 
-    Without a hostfile or Slurm allocation, there are no hosts, and the number is ``--slots`` (1 with ``--debug``) or None, which
-    means the config's number. With hosts, it is ``--slots``, else the config's ``slots_per_trial``, else the number of all slots.
+    Without a hostfile or Slurm allocation, there are no hosts. The number is then 1 with ``--debug``, else ``--slots``, else None
+    for the config's number. With hosts, it is ``--slots``, else the config's ``slots_per_trial``, else the number of all slots.
     """
     if args.hostfile is None and allocation is None:
         return (), 1 if args.debug else args.slots
@@ -239,7 +248,7 @@ def _read_request(args: argparse.Namespace, slots: int | None) -> RunRequest:
 
 
 def _overrides(args: argparse.Namespace, point: ResumePoint | None) -> list[str]:
-    """Return config overrides (``key=value``) from ``--config`` and ``--trust-code``."""
+    """Return the config values (``key=value``) of ``--config`` and ``--trust-code``."""
     if not args.trust_code:
         return list(args.config)
     manifest = None if point is None else point.checkpoint / MANIFEST_NAME
@@ -262,7 +271,7 @@ def _require_trainable(
     if is_search and flags:
         where, got = "searcher.name", f"{experiment.raw['searcher']['name']!r} with {flags[0]}"
         expected = "'single', one trial"
-        fix = "Add --config searcher.name=single and concrete hyperparameters; a paused search goes on with `det e activate`."
+        fix = "Add --config searcher.name=single and concrete hyperparameters; `det e activate` continues a paused search."
     elif is_script and (args.test or args.debug):
         where, got = "entrypoint", f"{experiment.entrypoint!r} with {flags[-1]}"
         expected = "a trial class"
@@ -295,7 +304,10 @@ def _show_warnings(args: argparse.Namespace, experiment: ExperimentConfig, point
 
 
 def _max_restarts(args: argparse.Namespace, experiment: ExperimentConfig) -> int:
-    """Return ``max_restarts``; if unset or with ``--test``, 0: failures show at once."""
+    """Return ``max_restarts`` of the user's config; 0 if unset, or with ``--test``.
+
+    Determined's default would restart a failed trial several times before the user sees the failure.
+    """
     if args.test:
         return 0
     is_given = "max_restarts" in (read_yaml(experiment.path, str(experiment.path)).value or {})
@@ -398,7 +410,7 @@ def _master_of(
 
 
 class _Attempt:
-    """Submits an attempt at a run to a master, shows its progress, records its end."""
+    """Submits an attempt at a run to a master, shows the progress, records the end."""
 
     def __init__(
         self,
@@ -484,7 +496,10 @@ class _Attempt:
         return f"{what}; ranks that have not ended after {limit_s} s (preemption_timeout) are killed (Ctrl-C again {again})"
 
     def _end(self, followed: FollowResult, job: slurm_job.BatchJob | None) -> tuple[Verdict, list[str], str]:
-        """Record the attempt's end; return the verdict, summary lines and failure text."""
+        """Record the attempt's end; return the verdict and what is printed.
+
+        Printed are lines for standard output, and the report of the first failed rank for standard error ("" without one).
+        """
         request, run_directory, master = self._request, self._run_directory, self._master
         outcome = outcome_of(run_directory, followed)
         status = read_json(run_directory.status_path) or {}
@@ -522,6 +537,7 @@ class _Attempt:
                 self._view,
                 metric=experiment.metric,
                 smaller_is_better=experiment.smaller_is_better,
+                best=stored,
                 steps_before=None if point is None else point.steps_completed,
                 resume_command=resume,
             )
@@ -531,12 +547,12 @@ class _Attempt:
         return lines
 
     def _continuation(self, followed: FollowResult, verdict: Verdict) -> list[str]:
-        """Return a line on how the master's experiment goes on, if it does."""
+        """Return a line on how to continue the master's experiment; [] if it has ended."""
         view, master = followed.view, self._master
         if view is None or master.is_own or verdict.state is RunState.COMPLETED:
             return []
         if followed.is_master_gone:
-            ended = f"has ended; experiment {view.id} goes on at the next `{command_of('dstrial')} up`"
+            ended = f"has ended; experiment {view.id} continues after the next `{command_of('dstrial')} up`"
             return display.row_lines([("master", ended)])
         if view.state != "PAUSED":
             return []

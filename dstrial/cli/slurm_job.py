@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from dstrial.cli.follow import Verdict
@@ -68,7 +68,7 @@ def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def require_slurm_flags(args: argparse.Namespace) -> None:
-    """Raise ``ConfigError`` if flags exclude each other or lack a flag they require."""
+    """Raise ``ConfigError`` for flags that ``--slurm`` excludes, or that require it."""
     if args.slurm:
         nodes_fix = "Use --sbatch-arg=--nodelist=NODES or --sbatch-arg=--exclude=NODES."
         rules = [
@@ -92,14 +92,14 @@ def require_slurm_flags(args: argparse.Namespace) -> None:
         raise ConfigError(problems)
 
 
-def unused_nodes_hint(environ: Mapping[str, str] = os.environ) -> str | None:
+def unused_nodes_hint() -> str | None:
     """Return a hint if training uses only one of a Slurm job's nodes, else None."""
     with contextlib.suppress(LaunchError):
-        allocation = allocation_of(environ)
+        allocation = allocation_of(os.environ)
         if allocation is not None and len(allocation.nodes) > 1:
             return (
-                f"job {allocation.job_id} has {len(allocation.nodes)} nodes, and this trains on one of them alone; "
-                "--slurm trains on all"
+                f"job {allocation.job_id} has {len(allocation.nodes)} nodes, but this run trains on only one of them; "
+                "--slurm trains on all nodes"
             )
     return None
 
@@ -146,7 +146,7 @@ class BatchJob:
             if newest is None or (self._newest is not None and newest.uuid == self._newest.uuid):
                 if verdict.state is not RunState.STOPPED:
                     return verdict
-                reason = "the job's time is over, and it has stored no checkpoint: ask for more time (--sbatch-arg=--time=...)"
+                reason = "the job's time is over, and it has saved no checkpoint: ask for more time (--sbatch-arg=--time=...)"
                 return Verdict(RunState.FAILED, 1, reason)
             self._requeue_reason = "its time is over"
         else:
@@ -166,7 +166,9 @@ class BatchJob:
             return
         out.write(f"job {self._job_id} is queued again, because {self._requeue_reason}\n")
         if refusal := client.requeue(self._job_id):
-            out.write(f"job {self._job_id} cannot be queued again ({refusal}); go on with it by --resume\n")
+            out.write(
+                f"job {self._job_id} cannot be queued again ({refusal}); continue the run with --resume\n"
+            )
         else:
             time.sleep(_ENDED_BY_REQUEUE_S)
 
@@ -210,9 +212,9 @@ def run_as_job(
                     parent.rmdir()
         raise
     write_json_atomically(RunDirectory(path).slurm_job_path, {"job_id": job_id})
-    out.write(f"job {job_id}: queued; it prints into {shown_path(log)}\n")
+    out.write(f"job {job_id}: queued; its output is written to {shown_path(log)}\n")
     if args.detach:
-        out.write(f"`scancel {job_id}` ends it with a checkpoint, `squeue -j {job_id}` says how it is\n")
+        out.write(f"`scancel {job_id}` ends it with a checkpoint, `squeue -j {job_id}` shows its state\n")
         return 0
     return _Follower(job_id, log, out).follow()
 
@@ -258,7 +260,9 @@ class _Follower:
                     self._stop(signals[0])
                     poll_at_s = 0.0
                 if len(signals) > 1:
-                    self._say(f"job {self._job_id} goes on by itself; `scancel {self._job_id}` ends it")
+                    self._say(
+                        f"job {self._job_id} continues without this command; `scancel {self._job_id}` ends it"
+                    )
                     return 128 + signals[-1]
                 if time.monotonic() >= poll_at_s:
                     poll_at_s = time.monotonic() + _POLL_S
@@ -281,7 +285,8 @@ class _Follower:
             refusal = client.cancel(self._job_id)
             what = "taking the job out of the queue"
         self._say(
-            f"{stop.name}: {what} (Ctrl-C again leaves the job alone)" + (f"; {refusal}" if refusal else "")
+            f"{stop.name}: {what} (a second Ctrl-C ends only this command)"
+            + (f"; {refusal}" if refusal else "")
         )
 
     def _show_state(self, job: Job) -> None:

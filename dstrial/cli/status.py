@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -13,20 +12,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrial.cli.up import add_state_dir_argument, describe_slots
+from dstrial.cli.streams import add_state_dir_argument, field_lines, print_json
+from dstrial.cli.up import describe_slots
 from dstrial.errors import DstrialError, MasterError, RequestError
 from dstrial.master.backends.status import shown_engine, shown_hosts, shown_servers
 from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory
 from dstrial.master.store.views import observe
 from dstrial.process_state import is_stopped
-from dstrial.visible_text import size_text
+from dstrial.visible_text import plural, size_text
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-_ANSWER_TIMEOUT_S = 5.0
-_UNAVAILABLE = 503
+_ANSWER_TIMEOUT_S = 5.0  # for the master to answer `GET /health`
+_UNAVAILABLE = 503  # HTTP status of `/health` while the master has a problem, which the answer names
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
         "disk_bytes": _disk_bytes(state.path),
     }
     if args.as_json:
-        sys.stdout.write(json.dumps(fields, indent=2) + "\n")
+        print_json(fields)
     else:
         sys.stdout.write(_text(record, fields))
     return 0 if record is not None and not stopped else 1
@@ -76,7 +76,10 @@ def main(args: argparse.Namespace) -> int:
 def _read_database(
     state: StateDirectory, record: MasterRecord | None
 ) -> tuple[observe.Usage, list[dict[str, Any]], list[dict[str, Any]], str]:
-    """Return usage, starting trials, stalled trials, and the database's problem or ""."""
+    """Return usage, starting trials, stalled trials, and the database's problem or "".
+
+    If a master runs, a problem of the database is returned, else raised.
+    """
     try:
         usage = observe.usage(state)
         starting = [] if record is None else _shown(observe.starting(state), "phase")
@@ -127,7 +130,7 @@ def _text(record: MasterRecord | None, fields: dict[str, Any]) -> str:
         if fields["trouble"]:
             rows.append(("trouble", fields["trouble"]))
     for host in fields["hosts"]:
-        slots = f"{host['num_slots']} slot{'s' if host['num_slots'] != 1 else ''}"
+        slots = plural(host["num_slots"], "slot")
         since_s = max(time.time() - host["since_us"] / 1e6, 0.0)
         is_down = "" if host["why_down"] is None else f", down for {since_s:.0f} s: {host['why_down']}"
         rows.append(("host", f"{host['name']}, {slots}{is_down}"))
@@ -146,7 +149,7 @@ def _text(record: MasterRecord | None, fields: dict[str, Any]) -> str:
         activity = "importing libraries" if one["state"] == "importing" else "trials start as its forks"
         rows.append(("warm", f"process {one['pid']}: {activity}; {one['num_forks']} so far"))
     rows.append(("state", f"{fields['state_dir']} ({size_text(fields['disk_bytes'])})"))
-    return "".join(f"{name + ':':<13}{value}\n" for name, value in rows)
+    return field_lines(rows, 13)
 
 
 def _counts(by_state: dict[str, int]) -> str:

@@ -1,9 +1,10 @@
-"""Helpers of commands: streams, tables, progress bars, formats, argument types."""
+"""Helpers of commands: streams, tables, progress bars, formats, arguments."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import math
 import os
 import shutil
@@ -66,7 +67,7 @@ def to_null_device(stream: TextIO) -> None:
 
 
 def count_argument(text: str, *, may_be_zero: bool = True) -> int:
-    """Parse a count, as the ``type`` of an ``argparse`` argument."""
+    """Parse an integer from 0 or 1 on, as the ``type`` of an ``argparse`` argument."""
     least = 0 if may_be_zero else 1
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is no count; expected an integer of at least {least}")
@@ -83,6 +84,20 @@ def seconds_argument(text: str, *, may_be_zero: bool = False) -> float:
         expected = "of at least 0" if may_be_zero else "above 0"
         raise argparse.ArgumentTypeError(f"{text!r} is no duration; expected a number {expected}")
     return value
+
+
+def add_state_dir_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--state-dir",
+        metavar="DIR",
+        help="the master's state directory (default: $DSTRIAL_STATE_DIR, or dstrial/ in the user's data directory)",
+    )
+
+
+def add_runs_dir_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--runs-dir", metavar="DIR", help="directory of all runs (default: $DSTRIAL_RUNS_DIR or runs)"
+    )
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> str:
@@ -105,11 +120,20 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[object]], *, right
     return "".join(f"{line}\n" for line in lines)
 
 
-def field_lines(fields: Sequence[tuple[str, object]]) -> str:
-    """Format name-value pairs, one per line, aligned; skip values of None."""
+def field_lines(fields: Sequence[tuple[str, object]], width: int | None = None) -> str:
+    """Format (name, value) pairs as ``name:  value``, one per line; skip None values.
+
+    ``width`` is the column of the values; None chooses the smallest.
+    """
     shown = [(name, value) for name, value in fields if value is not None]
-    width = max((len(name) for name, _ in shown), default=0) + 3
+    if width is None:
+        width = max((len(name) for name, _ in shown), default=0) + 3
     return "".join(f"{name + ':':<{width}}{visible_line(str(value))}\n" for name, value in shown)
+
+
+def print_json(value: object) -> None:
+    """Print a JSON document to standard output; other objects are printed as strings."""
+    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
 
 
 _SMALL_BYTES = 64 << 20  # no bar for smaller totals, which take a moment
@@ -141,13 +165,13 @@ def bytes_bar(what: str, num_bytes: int, *, is_plain: bool = False) -> Iterator[
 
 
 def context_text(context: Context) -> str:
-    """Describe a context directory: size, largest entry, excluded entries."""
+    """Describe a context directory for users: size, largest entry, excluded entries."""
     name, size = context.largest()
     text = f"{context.num_files} files, {size_text(context.num_bytes)}"
     if size:
         text += f", most of it {name} ({size_text(size)})"
     if context.left_out:
-        text += f"; without {', '.join(context.left_out)} (det packs what .detignore does not name)"
+        text += f"; without {', '.join(context.left_out)} (det packs these unless .detignore names them)"
     return text
 
 

@@ -21,7 +21,7 @@ from dstrial.config.experiment_config.config import ExperimentConfig
 from dstrial.context_directory import Context
 from dstrial.errors import DstrialError, MasterError
 from dstrial.hosts.hostfile import Host, python_of
-from dstrial.local.checkpoint_directory import newest_checkpoint
+from dstrial.local.checkpoint_directory import KEEP_DEFAULTS, newest_checkpoint
 from dstrial.local.json_files import read_json, write_json_atomically
 from dstrial.local.run_directory import RUN_DIR_VARIABLE, TEST_VARIABLE, RunDirectory
 from dstrial.master import daemon
@@ -35,12 +35,11 @@ from dstrial.storage_guard import STORAGE_MARKER
 if TYPE_CHECKING:
     from determined.common.api.bindings import v1File
 
-# Arguments that ``command_line`` does not convert to flags.
+# Arguments of `dstrial run` that ``command_line`` does not convert to flags.
 _OMITTED_ARGUMENTS = ("command", "experiment", "context_dir", "print_sbatch", "detach", "run_dir")
-_RETENTION_KEYS = ("save_trial_latest", "save_trial_best", "save_experiment_best")
 _HOSTS_TIMEOUT_S = 12.0  # for a new master to connect to its hosts, or to report their problems
 _END_TIMEOUT_S = 60.0  # for a run's own master to delete files, and the same time again for its exit
-_POLL_PERIOD_S = 0.05
+_POLL_PERIOD_S = 0.05  # between polls for the hosts of a new master, or for the end of its jobs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Master:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunRequest:
-    """A run that a ``dstrial run`` command line requests, validated."""
+    """A validated request for a run: the options of ``dstrial run`` and the config."""
 
     args: argparse.Namespace
     experiment: ExperimentConfig
@@ -103,8 +102,8 @@ class Submission:
 
     experiment_id: int
     cluster_id: str
-    fingerprint: str  # hash of the config and the files
-    checkpoint_storage: dict[str, Any]  # retention settings of the user's config
+    fingerprint: str  # hash of the config and the files of the context directory
+    checkpoint_storage: dict[str, Any]  # settings of the user's config on which checkpoints to keep
 
     @classmethod
     def read(cls, run_directory: RunDirectory) -> Submission | None:
@@ -119,9 +118,10 @@ class Submission:
 
 
 def find_or_start_master(num_slots: int, on_hosts: daemon.MasterOptions | None = None) -> tuple[Master, bool]:
-    """Return the user's master, and whether this call has started it.
+    """Return this user's running master, and whether this call has started it.
 
-    A new master with CPU slots gets at least ``num_slots``. ``on_hosts`` are options of a new master whose trials run on hosts.
+    A new master whose slots are CPUs, or devices that ranks may share, gets at least ``num_slots`` slots. ``on_hosts`` are
+    options of a new master whose trials run on hosts.
     """
     from dstrial.master.login import log_in, session
 
@@ -177,9 +177,9 @@ def await_hosts(state: StateDirectory) -> None:
 
 @contextlib.contextmanager
 def own_master(run_directory: RunDirectory, options: daemon.MasterOptions) -> Iterator[Master]:
-    """Yield a new master that serves one run, with its state in the run directory.
+    """Start a master that serves one run, with its state in the run directory.
 
-    The master ends with the block, or with this process.
+    The block gets the master, which ends with the block, or with this process.
     """
     from dstrial.master.login import session
 
@@ -199,6 +199,7 @@ def own_master(run_directory: RunDirectory, options: daemon.MasterOptions) -> It
 
 
 def fingerprint(config: Mapping[str, Any], files: list[v1File]) -> str:
+    """Return a hash of a config and files, to detect changes before a resume."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for file in sorted(files, key=lambda file: str(file.path)):
         digest.update(f"\0{file.path}\0{file.type}\0{file.mode}\0{file.content}".encode())
@@ -251,7 +252,7 @@ def config_of_run(
         },
         "checkpoint_storage": {
             **(storage or {"type": "shared_fs", "host_path": str(run_directory.checkpoints_path)}),
-            **{key: given[key] for key in _RETENTION_KEYS if given.get(key) is not None},
+            **{key: given[key] for key in KEEP_DEFAULTS if given.get(key) is not None},
         },
     }
 
@@ -283,7 +284,7 @@ def submit(request: RunRequest, master: Master, run_directory: RunDirectory) -> 
         (run_directory.checkpoints_path / STORAGE_MARKER).touch()
     # Written before the trial can start and read it.
     given = config.get("checkpoint_storage") or {}
-    storage = {key: given[key] for key in _RETENTION_KEYS if key in given}
+    storage = {key: given[key] for key in KEEP_DEFAULTS if key in given}
     submission = Submission(0, master.record.cluster_id, mark, storage)
     submission.write(run_directory)
     body = {

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dstrial.cli.streams import det_reaches
+from dstrial.cli.streams import add_state_dir_argument, det_reaches, field_lines
 from dstrial.cli.submit import await_hosts
 from dstrial.errors import ConfigError, ConfigProblem, HostError, LaunchError, RequestError
 from dstrial.hosts.hostfile import add_host_arguments, placement_lines, require_hostfile
@@ -17,6 +17,7 @@ from dstrial.launch.slots import slots_argument
 from dstrial.master import daemon
 from dstrial.master.state_directory import MasterRecord, StateDirectory
 from dstrial.master.store.views.observe import num_live_allocations
+from dstrial.visible_text import plural
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -75,14 +76,6 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
 
 
-def add_state_dir_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--state-dir",
-        metavar="DIR",
-        help="the master's state directory (default: $DSTRIAL_STATE_DIR, or dstrial/ in the user's data directory)",
-    )
-
-
 def port_argument(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port; expected a number from 0 to 65535")
@@ -110,7 +103,7 @@ def main(args: argparse.Namespace) -> int:
         ignored = _ignored_options(args, record)
         if ignored:
             sys.stderr.write(
-                f"warning: {', '.join(ignored)} changes nothing while it runs; end it with `dstrial down` first\n"
+                f"warning: {', '.join(ignored)} changes nothing while the master runs; end it with `dstrial down` first\n"
             )
     elif args.foreground:
         _check_hosts(args, state, options)
@@ -125,9 +118,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _check_hosts(args: argparse.Namespace, state: StateDirectory, options: daemon.MasterOptions) -> bool:
-    """Check and print a new master's hosts or nodes; return False if it has none.
+    """Check and print the hosts or nodes of a new master; return False if it has none.
 
-    Problems of the hosts are not fatal if trials of an earlier master are still running there.
+    Problems of the hosts are only warnings if trials of an earlier master are still running there.
     """
     if not (options.hostfile or options.config_file or options.is_under_slurm or options.backend):
         require_hostfile(args)
@@ -147,7 +140,7 @@ def _check_hosts(args: argparse.Namespace, state: StateDirectory, options: daemo
 
             _refuse_flags("backend ray", {**_host_flags(options), "--slots": options.num_slots})
             for name, count in check_ray(settings.ray_address).items():
-                sys.stdout.write(f"{'node:':<10}{name}: {count} slot{'s' * (count != 1)}\n")
+                sys.stdout.write(f"{'node:':<10}{name}: {plural(count, 'slot')}\n")
         elif settings.backend == "slurm":
             from dstrial.master.backends.queued.slurm import check_slurm
 
@@ -252,7 +245,7 @@ def _print_login(state: StateDirectory, record: MasterRecord) -> None:
     ]
     with contextlib.suppress(RequestError):  # no such user; already reported above
         rows.append(("browser", f"{browser_link(record)} (once, within 10 minutes)"))
-    sys.stdout.write("".join(f"{name + ':':<10}{value}\n" for name, value in rows))
+    sys.stdout.write(field_lines(rows, 10))
     if record.port != daemon.DEFAULT_PORT or not det_reaches(record.address):
         sys.stdout.write(f"export DET_MASTER={record.address}\n")
     sys.stdout.flush()

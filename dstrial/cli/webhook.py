@@ -9,8 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from dstrial.cli.streams import det_for, text_table
-from dstrial.cli.up import add_state_dir_argument
+from dstrial.cli.streams import add_state_dir_argument, det_for, text_table
 from dstrial.errors import MasterError, RequestError
 from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory
@@ -21,9 +20,9 @@ if TYPE_CHECKING:
 _HEADER = [
     "ID",
     "Name",
-    "Told of",
-    "Where",
-    "Form",
+    "Events",
+    "Workspace",
+    "Format",
     "URL",
     "Sent",
     "Failed",

@@ -13,7 +13,7 @@ from dstrial.doctor.finding import Background, Finding, Group, NoAnswerError, pr
 from dstrial.local.run_directory import default_runs_dir
 from dstrial.master.state_directory import StateDirectory
 
-_CHECK_DEADLINE_S = 30.0
+_CHECK_DEADLINE_S = 30.0  # a check that takes longer is reported as a problem
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dstrial.doctor.finding import Finding, note, ok, plural, problem
+from dstrial.doctor.finding import Finding, note, ok, problem
 from dstrial.master.backends.devices import Slot, find_slots
-from dstrial.visible_text import size_text
+from dstrial.visible_text import plural, size_text
 
 T = TypeVar("T")
 
+# At least one exists where NVIDIA's driver is loaded.
 _DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"))
 _FULL_SHARE = 0.1  # if a smaller fraction of a device's memory is free, that is a problem
 _USED_BYTES = 1 << 30  # used memory beyond this belongs to processes; the driver uses less
@@ -42,7 +43,7 @@ class Hardware:
 
 
 def measure() -> Hardware:
-    """Read all devices from the driver (NVML); find visible ones as the master does."""
+    """Return this machine's accelerators: NVIDIA's, and those that a master finds."""
     visible = tuple(slot for slot in find_slots() if slot.kind != "cpu")
     driver = "there" if any(path.exists() for path in _DRIVER_FILES) else None
     try:

@@ -18,10 +18,11 @@ from dstrial.master import daemon
 from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory
 
-_TIMEOUT_S = 3.0
+_TIMEOUT_S = 3.0  # of a name resolution, and of a request to the master
 # Source: DeepSpeed 0.19.8 ``accelerator/real_accelerator.py``, SUPPORTED_ACCELERATOR_LIST.
 _ACCELERATORS = ("cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu")
 _RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# Environment variable that slows training down -> its effect.
 _SLOW = {
     "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",
     "TORCH_DISTRIBUTED_DEBUG": "collectives are checked against each other",
@@ -35,7 +36,7 @@ _SLOW = {
 
 
 def check_python() -> list[Finding]:
-    """Return findings on the interpreter, and on the packages that dstrial requires."""
+    """Return findings on the Python interpreter and on packages that dstrial requires."""
     try:
         asked = importlib.metadata.requires("dstrial") or []
     except importlib.metadata.PackageNotFoundError:
@@ -60,7 +61,11 @@ def _installed(name: str) -> str | None:
 
 
 def judge_packages(asked: Sequence[str], installed: Callable[[str], str | None]) -> list[Finding]:
-    """Compare ``Requires-Dist`` lines with installed versions; extras are left out."""
+    """Return findings on whether installed packages meet dstrial's requirements.
+
+    ``asked`` are lines of the metadata field ``Requires-Dist``; extras are left out. ``installed`` returns a package's version,
+    or None if the package is missing.
+    """
     from packaging.requirements import Requirement
 
     fitting, findings = [], []
@@ -104,7 +109,14 @@ def _has_loopback() -> bool:
 def judge_network(
     name: str, localhost: Sequence[str], addresses: Sequence[str], *, has_loopback: bool
 ) -> list[Finding]:
-    """Return findings; ``addresses`` of ``name`` are empty if it is not resolved."""
+    """Return findings on the loopback interface and on this machine's name.
+
+    Args:
+        name: this machine's name.
+        localhost: addresses of ``localhost``.
+        addresses: addresses of ``name``; empty if the name is not resolved.
+        has_loopback: whether a connection to 127.0.0.1 succeeds.
+    """
     if not has_loopback:
         what = "cannot connect to 127.0.0.1: local ranks and the master cannot communicate"
         loopback = problem("loopback", what, "Enable the interface lo (`ip link set lo up`).")

@@ -1,4 +1,4 @@
-"""Shared code of all checks: findings, and deadlines for calls that may hang."""
+"""Shared code of the doctor's checks: findings, timeouts for calls that may hang."""
 
 from __future__ import annotations
 
@@ -60,10 +60,6 @@ def count(groups: Iterable[Group]) -> dict[Status, int]:
 def printable(text: str) -> str:
     """Escape control characters, which variables and file names may contain."""
     return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 class NoAnswerError(Exception):

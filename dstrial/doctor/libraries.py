@@ -18,17 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.doctor.devices import Hardware, dotted
-from dstrial.doctor.finding import Finding, note, ok, plural, problem
+from dstrial.doctor.finding import Finding, note, ok, problem
 from dstrial.errors import install_command
 from dstrial.launch.start_watch import WITHOUT_OPERATOR
+from dstrial.visible_text import plural
 
-_GRACE_S = 3.0
-_SLOW_S = 15.0
-_TOOL_TIMEOUT_S = 5.0
+_GRACE_S = 3.0  # the importing process gets this time beyond its deadline to dump its stacks and exit
+_SLOW_S = 15.0  # a longer import is reported as slow
+_TOOL_TIMEOUT_S = 5.0  # for a compiler to print its version
 # Append the directory of this package to sys.path, for a checkout. It comes last, so that a file which shadows a library for
 # trials (for example in the working directory) also shadows it in the probe.
 _PROGRAM = "import sys; sys.path.append(sys.argv[2]); from dstrial.doctor.import_probe import main; main()"
-_SELECTOR = "https://pytorch.org/get-started/locally"
+_SELECTOR = "https://pytorch.org/get-started/locally"  # page on which users choose a build of torch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ _GIB = 1 << 30
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the directory itself is checked
 # DeepSpeed itself warns below this (0.19.8 ``env_report.get_shm_size``); containers have 64 MiB by default.
 _SMALL_SHM = 512 << 20
-_FEW_FILES, _ENOUGH_FILES = 1024, 4096
-_DIRECTORY_TIMEOUT_S = 8.0
+_FEW_FILES, _ENOUGH_FILES = 1024, 4096  # open files: fewer are a problem; more need no remark
+_DIRECTORY_TIMEOUT_S = 8.0  # of the check of one directory, whose file system may hang
 _NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p"}
 
 

@@ -28,19 +28,20 @@ from dstrial.local.checkpoint_directory import list_checkpoints
 from dstrial.local.json_files import read_json_lines
 from dstrial.local.run_directory import RunDirectory
 from dstrial.telemetry.summary import summary_rows
+from dstrial.visible_text import plural
 
-RESULT_NAME = "result.json"
+RESULT_NAME = "result.json"  # file in `--output` with the results of all steps
 
 StepStatus = Literal["ok", "failed", "not reached"]
 
-_SAVED_AT, _END = 7, 12  # batches
-_STAGE, _OTHER_STAGE = 1, 3
+_SAVED_AT, _END = 7, 12  # batches after which the small GPT is saved, and its training ends
+_STAGE, _OTHER_STAGE = 1, 3  # ZeRO stages of the training, and of the second resume
 # Maximum relative difference of losses in another ZeRO stage, which sums fp32 gradients in another order.
 _STAGE_TOLERANCE = 1e-4
 _MIN_MFU, _MAX_MFU = 0.05, 0.7  # fraction of the data sheet's peak, on accelerators
 _MIN_STEP_S = 5.0  # minimum time left for starting a step
 _ENDING_S = 10.0  # grace period for a launcher after Ctrl-C
-_SHOWN_LINES = 40
+_SHOWN_LINES = 40  # last lines of a failed step's output that are shown
 # Linux's PR_SET_PDEATHSIG: if the doctor is killed, the launcher and its ranks end too.
 _WITH_PARENT = """
 import ctypes, runpy, sys
@@ -109,8 +110,7 @@ class Target:
         )
 
     def __str__(self) -> str:
-        ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}"
-        return f"{ranks} on {'the CPU' if self.kind == 'cpu' else self.kind}"
+        return f"{plural(self.num_ranks, 'rank')} on {'the CPU' if self.kind == 'cpu' else self.kind}"
 
 
 class Proof:
@@ -262,7 +262,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def experiment(name: str, target: Target, stage: int, *, is_large: bool = False) -> dict[str, Any]:
-    """Return a step's experiment config: a large GPT, or a small deterministic one."""
+    """Return a step's experiment config, for a large GPT or a small deterministic GPT.
+
+    Args:
+        name: name of the experiment.
+        target: the devices.
+        stage: ZeRO stage.
+        is_large: whether to train the large GPT, whose speed is measured.
+    """
     shape: dict[str, Any] = {"dropout": 0.1}
     if is_large:
         width, num_layers, num_heads, block_size = (

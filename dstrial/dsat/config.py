@@ -252,10 +252,10 @@ def _place(flags: SearchFlags, path: str) -> str:
 
 
 def read_space(flags: SearchFlags, hyperparameters: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Read ``--space FILE`` (YAML or JSON) and ``--tune``; return dotted path -> values to try.
+    """Read ``--space`` and ``--tune``; return dotted path -> values to try.
 
-    ``--tune KEY=V1,V2`` replaces the values that the file has for KEY. A path that begins with ``hyperparameters.`` must name
-    one of ``hyperparameters``.
+    ``--space`` is a file in YAML or JSON. ``--tune KEY=V1,V2`` replaces the values that the file has for KEY. A path that begins
+    with ``hyperparameters.`` must name one of ``hyperparameters``.
     """
     given = {} if flags.space is None else read_yaml(Path(flags.space), f"--space {flags.space}").value
     if not isinstance(given, Mapping):

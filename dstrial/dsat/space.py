@@ -26,7 +26,7 @@ from dstrial.dsat.core.candidate import (
     changes_in_words,
 )
 from dstrial.errors import ConfigError, ConfigProblem
-from dstrial.search.random_state import SearchRandom
+from dstrial.search.sampling import SearchRandom
 
 ZERO = "zero_optimization"
 ALL_STAGES = (0, 1, 2, 3)  # of ZeRO

@@ -27,7 +27,7 @@ from dstrial.process_state import start_ticks
 logger = logging.getLogger("dstrial.local")
 
 SAVING_SUFFIX = ".saving"
-_WRITER_FILE = "writer.json"
+_WRITER_FILE = "writer.json"  # in the `.saving` directory: host, pid and start time of the writing process
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def _saving_path(checkpoints_path: Path, storage_id: str) -> Path:
 def begin_checkpoint(checkpoints_path: Path, storage_id: str) -> None:
     """Create a checkpoint's directory, and beside it the ``.saving`` directory.
 
-    The latter names this process as the writer. On an error both are removed. Ranks: 0.
+    The ``.saving`` directory names this process as the writer. On an error, both directories are removed. Ranks: 0.
     """
     saving_path = _saving_path(checkpoints_path, storage_id)
     try:
@@ -73,7 +73,7 @@ def begin_checkpoint(checkpoints_path: Path, storage_id: str) -> None:
 
 
 def end_saving(checkpoints_path: Path, storage_id: str) -> None:
-    """Remove the ``.saving`` directory, which names a checkpoint's writer."""
+    """Remove a checkpoint's ``.saving`` directory, which names the writing process."""
     shutil.rmtree(_saving_path(checkpoints_path, storage_id), ignore_errors=True)
 
 
@@ -155,7 +155,8 @@ def remove_incomplete_checkpoints(
             logger.warning("removed checkpoint %s, which was never completed", name)
 
 
-_KEEP_DEFAULTS = {"save_trial_latest": 1, "save_trial_best": 1, "save_experiment_best": 0}
+KEEP_DEFAULTS = {"save_trial_latest": 1, "save_trial_best": 1, "save_experiment_best": 0}
+"""Fields of ``checkpoint_storage`` that say which checkpoints to keep -> Determined's default."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -167,17 +168,18 @@ class KeepPolicy:
 
     @classmethod
     def from_config(cls, checkpoint_storage: Mapping[str, object] | None) -> KeepPolicy | None:
-        """Read ``checkpoint_storage``; None (keep all) if it has no ``save_…`` field.
+        """Return the policy in ``checkpoint_storage``; None (keep all) if it has none.
 
+        A policy is one or more of the fields ``save_trial_latest``, ``save_trial_best`` and ``save_experiment_best``.
         If a field is given, missing ones get Determined's defaults: latest 1, trial best 1, experiment best 0.
         """
         fields = checkpoint_storage or {}
-        given = {key: fields[key] for key in _KEEP_DEFAULTS if fields.get(key) is not None}
+        given = {key: fields[key] for key in KEEP_DEFAULTS if fields.get(key) is not None}
         if not given:
             return None
-        numbers = {**_KEEP_DEFAULTS, **given}
+        numbers = {**KEEP_DEFAULTS, **given}
         latest, trial_best, experiment_best = (
-            value if isinstance(value, int) else _KEEP_DEFAULTS[key] for key, value in numbers.items()
+            value if isinstance(value, int) else KEEP_DEFAULTS[key] for key, value in numbers.items()
         )
         return cls(num_latest=latest, num_best=max(trial_best, experiment_best))
 

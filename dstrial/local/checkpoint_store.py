@@ -60,15 +60,14 @@ from dstrial.storage_guard import StorageGoneError
 
 logger = logging.getLogger("dstrial.local")
 
-_METADATA_DIGEST = (
-    "metadata_sha256"  # key of the completion marker; the manifest does not have the metadata file
-)
+# Key of the completion marker with the SHA-256 of the metadata file, which the manifest does not have.
+_METADATA_DIGEST = "metadata_sha256"
 # Directory in which Determined 0.38.1 keeps checkpoints without a master; user code may build paths below it.
 _DETERMINED_PATH = platformdirs.user_data_path("determined")
 
 
 class _CheckpointDirectory(storage.SharedFSStorageManager):  # type: ignore[misc]  # mypy does not follow determined
-    """Determined's storage manager that records the process writing a new checkpoint.
+    """A storage manager of Determined that records which process writes a checkpoint.
 
     It never creates the storage directory: after an unmount the files would land on the wrong disk.
     """
@@ -389,7 +388,16 @@ class LocalCheckpointContext(NodeCheckpointContext):
 
 
 class MirroredCheckpointContext(NodeCheckpointContext):
-    """The master's checkpoint context, writing into a run directory (``dstrial run``)."""
+    """Determined's checkpoint context under a master, storing into a run directory.
+
+    ``dstrial run`` uses it for single trials.
+
+    Args:
+        cluster: Determined's own checkpoint context, whose connection to the master is used.
+        settings: the external storage of the files; None if the run directory has them.
+        keep: the policy for deleting checkpoints after each save; None keeps all.
+        train: the train context, which knows the validations.
+    """
 
     def __init__(
         self,
@@ -414,7 +422,10 @@ class MirroredCheckpointContext(NodeCheckpointContext):
         resources: dict[str, int] | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> None:
-        """Write the completion marker, report to the master, delete by policy. Ranks: 0."""
+        """Write the completion marker and report to the master. Ranks: 0.
+
+        Then delete the trial's checkpoints that the keep policy does not keep.
+        """
         super()._report_checkpoint(storage_id, resources, metadata)
         for superfluous in _superfluous(
             self._checkpoints_path,

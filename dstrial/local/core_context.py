@@ -27,7 +27,7 @@ from dstrial.object_storage import external_storage
 
 logger = logging.getLogger(__name__)
 
-_LAST_REPORT_S = 10.0  # the end of training waits up to this long for the last system metrics
+_LAST_REPORT_S = 10.0  # timeout of the wait for the last system metrics at the end of training
 
 
 class LocalPreemptContext(core.DummyPreemptContext):  # type: ignore[misc]  # mypy does not follow determined
@@ -85,8 +85,8 @@ class LocalSystemMetrics:
 class NodeProfiler(core.ProfilerContext):  # type: ignore[misc]  # mypy does not follow determined
     """Determined's profiler, reporting a node's system metrics to ``sink``.
 
-    ``sink`` has the methods of ``LocalSystemMetrics``. Closing the profiler waits for the last report. Source: determined 0.38.1
-    ``core/_profiler.py``: when stopped, the collector reports its current samples.
+    ``sink`` has the methods of ``LocalSystemMetrics``. When the profiler is closed, the collector reports its current samples
+    (determined 0.38.1 ``core/_profiler.py``), and ``close`` waits for this last report.
     """
 
     def __init__(self, agent_id: str, distributed: core.DistributedContext, sink: Any) -> None:
@@ -148,8 +148,8 @@ def init(
 ) -> LocalContext:
     """Return the core context of a run without a master.
 
-    ``exp_conf`` gives the searcher's metric, ``searcher.max_length`` and the keep policy of checkpoints. Without a
-    ``max_length`` there is no searcher context. ``stop_requested`` returns the reason to stop or None; it must not communicate.
+    ``exp_conf`` has the searcher's metric, ``searcher.max_length``, and which checkpoints to keep. Without a ``max_length``, the
+    result's ``searcher`` is None. ``stop_requested`` returns the reason to stop or None; it must not communicate.
     """
     config = {**(exp_conf or {}), "searcher": (exp_conf or {}).get("searcher") or {}}
     run_directory = run_dir if isinstance(run_dir, RunDirectory) else RunDirectory.open(run_dir)

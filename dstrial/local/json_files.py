@@ -54,7 +54,10 @@ def _strict_float(value: float) -> float | str:
 
 
 def metric_number(value: Any) -> float | None:
-    """Return a number, also if written as ``"NaN"`` or ``"Infinity"``; otherwise None."""
+    """Return a metric from a JSON file as a float; None if it is not a number.
+
+    The strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` are numbers.
+    """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     if value in ("NaN", "Infinity", "-Infinity"):
@@ -133,7 +136,7 @@ def repair_json_lines(path: Path) -> bool:
 def read_json_lines(path: Path, *, containing: bytes = b"") -> list[dict[str, Any]]:
     """Return the rows of a file of JSON lines; [] if the file does not exist.
 
-    Lines without the bytes ``containing``, and a last line without line break, are left out.
+    Only lines with the bytes ``containing`` are parsed. A last line without line break, which may be incomplete, is left out.
 
     Raises:
         DstrialError: a complete line is no JSON object.

@@ -33,7 +33,7 @@ from dstrial.scratch import scratch_directory
 
 logger = logging.getLogger("dstrial.local")
 
-_RECORDED = (MANIFEST_NAME, METADATA_NAME)
+_RECORDED = (MANIFEST_NAME, METADATA_NAME)  # files of a checkpoint that its local record has, too
 
 T = TypeVar("T")
 
@@ -95,8 +95,8 @@ def completion_info(storage_id: str, steps_completed: Any) -> dict[str, Any]:
 def write_record(files: Path, record: Path, info: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Write the local record of a checkpoint in object storage.
 
-    Copies manifest and metadata from directory ``files`` to directory ``record`` unless these are equal, and writes the
-    completion marker.
+    Copies the manifest and the metadata from the directory ``files`` into the directory ``record``, unless both are the same
+    directory. Writes a completion marker that names the storage (``settings``) and has the fields ``info``.
     """
     record.mkdir(exist_ok=True)
     for name in _RECORDED:
@@ -167,7 +167,7 @@ class ObjectStorageManager(storage.StorageManager):  # type: ignore[misc]  # myp
         return sorted(object_storage.delete(self.settings, storage_id, ()))
 
     def mark(self, storage_id: str, info: Mapping[str, Any]) -> None:
-        """Upload a checkpoint's completion marker, then write it into the local directory."""
+        """Upload a checkpoint's completion marker, then write it into the local record."""
         marker = {**info, STORAGE_KEY: object_storage.location_of(self.settings)}
         self.scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.scratch) as directory:
@@ -266,13 +266,15 @@ class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # my
         *,
         selector: Callable[[str], bool] | None = None,
     ) -> Iterator[Path]:
-        """Yield a checkpoint's directory; the id is a uuid or, with records, a path.
+        """Yield the directory with a checkpoint's files.
+
+        ``storage_id`` is a uuid. A context that writes into a run directory also accepts the path of a checkpoint directory.
 
         Ranks: any; with object storage all, collectively, unless ``download_mode`` is ``NoSharedDownload``.
         """
         manager, record = self._storage_manager, self._record_of(storage_id)
         if record is not None:
-            restored = self._restored_from(record, self._settings, download_mode, selector)
+            restored = self._restored_from(record, download_mode, selector)
         elif isinstance(manager, ObjectStorageManager):
             restored = self._restored(manager, storage_id, download_mode, selector)
         else:
@@ -286,7 +288,7 @@ class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # my
         return dict(found or {})
 
     def _record_of(self, storage_id: str) -> Path | None:
-        """Return the directory of a checkpoint's metadata and marker; None without."""
+        """Return the local directory with a checkpoint's metadata and marker, if any."""
         del storage_id
         return None
 
@@ -294,12 +296,11 @@ class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # my
     def _restored_from(
         self,
         record: Path,
-        own: Mapping[str, Any] | None,
         download_mode: core.DownloadMode,
         selector: Callable[[str], bool] | None,
     ) -> Iterator[Path]:
         """Yield the directory with a checkpoint's files; download them if necessary."""
-        settings = recorded_storage(record, own)
+        settings = recorded_storage(record, self._settings)
         if settings is None:
             yield record
         elif settings["type"] == "directory":
@@ -343,7 +344,8 @@ class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # my
     ) -> None:
         """Download the files that any rank selects, once per node; check the manifest.
 
-        The manifest must match the SHA-256 in the metadata of ``record`` or, if ``record`` is None, of the checkpoint.
+        The manifest's SHA-256 must be that in the checkpoint's metadata. The metadata are read from the directory ``record`` or,
+        if ``record`` is None, from the storage.
 
         Ranks: all of ``ranks``, collectively.
         """

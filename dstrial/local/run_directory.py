@@ -177,10 +177,10 @@ class RunDirectory:
         return self.logs_path / f"attempt_{attempt}"
 
     def begin_logs(self, allocation_id: str) -> Path:
-        """Return the log directory, not created yet, for an allocation's ranks.
+        """Return the path of the directory for the logs of an allocation's ranks.
 
-        The launchers on all hosts of the allocation get the same directory. If the last attempt belongs to another allocation,
-        because the master has restarted the trial, this call begins a new attempt.
+        The directory is not created. The launchers on all hosts of the allocation get the same path. If the last attempt
+        belongs to another allocation, because the master has restarted the trial, this call begins a new attempt.
         """
         record = self.read_record()
         attempt = record.num_attempts
@@ -247,6 +247,13 @@ class RunDirectory:
             )
         run_directory._make_directories(exist_ok=True)
         return run_directory
+
+    @classmethod
+    def of_checkpoint(cls, path: Path) -> RunDirectory | None:
+        """Return the run to which a checkpoint directory belongs; None without a run."""
+        run_directory = cls(path.parent.parent)
+        is_of_run = run_directory.record_path.is_file() and run_directory.checkpoints_path == path.parent
+        return run_directory if is_of_run else None
 
     def _make_directories(self, *, exist_ok: bool) -> None:
         for directory in (self.tensorboard_path, self.checkpoints_path, self.logs_path):

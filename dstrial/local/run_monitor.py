@@ -11,7 +11,7 @@ from dstrial.errors import DstrialError
 from dstrial.local.json_files import JsonLinesTail, metric_number, read_json, read_json_lines
 from dstrial.local.run_directory import RunDirectory
 
-_NEVER_THE_LOSS = ("batches_per_second", "samples_per_second", "batches", "epochs")
+_COUNTERS_AND_SPEEDS = ("batches_per_second", "samples_per_second", "batches", "epochs")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class RunMonitor:
     def __init__(self, run_directory: RunDirectory, *, since: str) -> None:
         self._run_directory = run_directory
         self._since = since
-        self._told_until = ""
+        self._returned_until = ""  # time of the newest report that `poll` has returned
         self._tail = JsonLinesTail(run_directory.metrics_path)
         self._view = RunView()
 
@@ -53,9 +53,9 @@ class RunMonitor:
             if (
                 row["steps_completed"] is not None
                 and row["time"] >= self._since
-                and row["time"] > self._told_until
+                and row["time"] > self._returned_until
             ):
-                self._told_until = row["time"]
+                self._returned_until = row["time"]
                 reports.append(to_report(str(row["group"]), int(row["steps_completed"]), row["metrics"]))
         trained, total = self._view.batches_trained or 0, self._view.batches_total
         with contextlib.suppress(DstrialError):
@@ -88,12 +88,12 @@ def named_metric(report: Report, preferred: str | None) -> tuple[str, float] | N
         if name is not None and name in report.metrics:
             return name, report.metrics[name]
     return next(
-        ((name, value) for name, value in report.metrics.items() if name not in _NEVER_THE_LOSS), None
+        ((name, value) for name, value in report.metrics.items() if name not in _COUNTERS_AND_SPEEDS), None
     )
 
 
 def number(value: float) -> str:
-    """Format a metric with four significant digits."""
+    """Format a metric as text with four significant digits."""
     return f"{value:.4g}"
 
 
@@ -115,7 +115,10 @@ def report_line(report: Report, batches_total: int | None, metric: str | None) -
 
 
 def read_validations(run_directory: RunDirectory, metric: str | None) -> dict[int, float]:
-    """Return ``steps_completed`` -> newest value of ``metric``, NaN included."""
+    """Return a run's validations: ``steps_completed`` -> newest value of ``metric``.
+
+    NaN is included. Validations without ``metric`` are left out.
+    """
     values: dict[int, float] = {}
     for row in read_json_lines(run_directory.metrics_path, containing=b'"group": "validation"'):
         value = metric_number(row["metrics"].get(metric)) if row["group"] == "validation" else None

@@ -1,4 +1,4 @@
-"""Environment variables and files by which launchers and dsat configure ranks."""
+"""Environment variables and files with which launchers and dsat configure ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXPERIMENT_VARIABLE = "DSTRIAL_EXPERIMENT"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KnownExperiment:
-    """Experiment config, with defaults, and hyperparameters that a launcher passed on."""
+    """Experiment config (defaults filled in) and hyperparameters from the launcher."""
 
     config: dict[str, Any]
     hyperparameters: dict[str, Any]
@@ -27,9 +27,12 @@ def write_experiment(path: Path, config: Mapping[str, Any], hyperparameters: Map
     path.write_text(text, encoding="utf-8")
 
 
-def read_experiment(environ: Mapping[str, str] | None = None) -> KnownExperiment | None:
-    """Return the experiment that the launcher passed; None without the variable."""
-    path = (os.environ if environ is None else environ).get(EXPERIMENT_VARIABLE)
+def read_experiment() -> KnownExperiment | None:
+    """Return the experiment that the launcher wrote; None if it wrote no file.
+
+    The environment variable ``EXPERIMENT_VARIABLE`` names the file.
+    """
+    path = os.environ.get(EXPERIMENT_VARIABLE)
     if not path:
         return None
     values = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -40,25 +43,28 @@ def read_experiment(environ: Mapping[str, str] | None = None) -> KnownExperiment
 
 HPARAMS_VARIABLE = "DSTRIAL_DSAT_HPARAMS"  # JSON: hyperparameters of a measuring trial without a master
 RESULT_VARIABLE = "DSTRIAL_DSAT_RESULT"  # file into which a measuring trial without a master writes metrics
-STAND_IN_CLUSTER = (
-    "dstrial-without-a-master"  # ``cluster_id`` in the cluster info of a script without a master
-)
+# ``cluster_id`` in the cluster info that dsat makes for a script without a master.
+STAND_IN_CLUSTER = "dstrial-without-a-master"
 
 MEASURING_KEY = "_use_dsat_mode"  # hyperparameter, true in a trial that only measures its speed
 SETTINGS_KEY = "_dsat"  # hyperparameter with the settings of the measurement
 BENCHMARK_KEY = "benchmarks_machine"  # key of the settings: whether the trial also measures the machine
 # Hyperparameter ``module:function``. The function takes the core context; its context manager surrounds ``Trainer.fit``.
 AROUND_FIT_KEY = "_around_fit"
+# Hyperparameters that dsat adds to trials.
 MEASURING_KEYS = frozenset({MEASURING_KEY, SETTINGS_KEY, AROUND_FIT_KEY})
 
 
 def is_measuring(hparams: Mapping[str, Any]) -> bool:
-    """Return whether a trial of dsat (autotuning) runs only to measure its speed."""
+    """Return whether a trial of the autotuner (dsat) only measures its speed."""
     return bool(hparams.get(MEASURING_KEY))
 
 
 def measuring_hyperparameters() -> dict[str, Any] | None:
-    """Return a dsat trial's hyperparameters if it runs without a master, else None."""
+    """Return the hyperparameters of an autotuner's trial that runs without a master.
+
+    None in every other process.
+    """
     text = os.environ.get(HPARAMS_VARIABLE)
     if not text:
         return None

@@ -45,7 +45,7 @@ PROGRESS_PERIOD_S = 1.0  # minimum time between writes of progress; the last pro
 class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does not follow determined
     """Writes a trial's reports into a run directory; thread-safe.
 
-    Only the chief may report metrics. Progress, status and early exit from other ranks are ignored, because user code may
+    Only the chief may report metrics. Progress, status and early exit are not written for other ranks, because user code may
     report them on every rank.
 
     Args:
@@ -121,7 +121,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
             self.cluster.report_early_exit(reason)
 
     def note_steps(self, num_steps: int, num_skipped: int) -> None:
-        """Record how many optimizer steps all engines made, and how many were skipped."""
+        """Record how many optimizer steps the engines have made and how many skipped."""
         self._update_status({"optimizer_steps": num_steps, "skipped_steps": num_skipped})
 
     def note_telemetry(self, totals: Mapping[str, Any]) -> None:
@@ -229,7 +229,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
             self.cluster.report_progress(progress)
 
     def report_batches(self, batches_trained: int, batches_total: int) -> None:
-        """Record trained and total batches; written at most every ``PROGRESS_PERIOD_S``."""
+        """Record trained and total batches; write once per ``PROGRESS_PERIOD_S`` at most."""
         fields = {
             "progress": min(1.0, batches_trained / batches_total) if batches_total > 0 else 0.0,
             "batches_trained": int(batches_trained),
@@ -273,14 +273,14 @@ def _is_beyond(row: Mapping[str, Any], steps_completed: int) -> bool:
 
 
 def repair_reports(run_directory: RunDirectory, *, is_chief: bool) -> None:
-    """Repair the reports' incomplete last lines; remove status and telemetry files.
+    """Prepare a run directory for a new attempt; a no-op unless ``is_chief``.
 
-    No-op unless ``is_chief``.
+    Repairs incomplete last lines of the files of reports. Removes the last attempt's status and telemetry files.
     """
     if not is_chief:
         return
     if repair_json_lines(run_directory.metrics_path):
-        logger.warning("%s ended in a torn line, which was mended", run_directory.metrics_path)
+        logger.warning("%s ended in an incomplete line, which was repaired", run_directory.metrics_path)
     repair_json_lines(run_directory.superseded_metrics_path)
     run_directory.status_path.unlink(missing_ok=True)
     run_directory.telemetry_path.unlink(missing_ok=True)

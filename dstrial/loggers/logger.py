@@ -15,7 +15,7 @@ FinalState = Literal["completed", "stopped", "failed"]
 
 Group: TypeAlias = Literal["training", "validation", "telemetry"]
 
-_EXACT_INTEGERS = 2**53
+_EXACT_INTEGERS = 2**53  # larger integers are not exact as floats, as which loggers store numbers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class LoggedRun:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """The numeric metrics of one report, including NaN and infinities."""
+    """One report of a run to its loggers: metrics that are numbers, NaN included."""
 
     group: Group
     batches_trained: int

@@ -109,7 +109,10 @@ def accepted_name(name: str) -> str:
 
 @contextlib.contextmanager
 def _locked(uri: str) -> Iterator[None]:
-    """In the block, lock an SQLite ``uri`` against concurrent creation of its tables."""
+    """Hold a lock during the block, if ``uri`` is an SQLite file.
+
+    Otherwise, several processes could create the file's tables at the same time.
+    """
     if not uri.startswith(_SQLITE):
         yield
         return

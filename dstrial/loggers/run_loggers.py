@@ -49,9 +49,9 @@ MAKERS: Mapping[str, Callable[[Mapping[str, Any]], Logger]] = {
 
 
 class LoggerThread:
-    """Runs a logger on a background thread; logs its errors as warnings.
+    """Runs a logger on a background thread; turns the logger's errors into warnings.
 
-    Of the methods, only ``wait_begun`` and ``wait_ended`` block.
+    Only the methods ``wait_begun`` and ``wait_ended`` block.
     """
 
     def __init__(self, name: str, made: Logger, run: LoggedRun, *, capacity: int = CAPACITY) -> None:
@@ -73,7 +73,7 @@ class LoggerThread:
         The wait ends with a warning when ``time.monotonic()`` reaches ``deadline_s``.
         """
         if not self._begun.wait(max(deadline_s - time.monotonic(), 0.0)):
-            self._warn("it has not begun yet; training goes on, and reports wait")
+            self._warn("it has not started yet; training continues, and reports are queued")
 
     def report(self, report: Report) -> None:
         self._num_given += 1
@@ -101,7 +101,7 @@ class LoggerThread:
             where = self._logger.begin(self._run)
         except BaseException as error:  # noqa: BLE001  # the boundary of a thread
             self._warn(
-                f"it cannot begin: {_described(error, self.name)}. Nothing of this run is kept there; training goes on."
+                f"it cannot start: {_described(error, self.name)}. No report of this run is stored there; training continues."
             )
             self._capacity = 0
             self._reports.clear()
@@ -129,7 +129,7 @@ class LoggerThread:
                 self._has_warned = True
                 first = reports[0].batches_trained
                 self._warn(
-                    f"reports from batch {first} on are lost: {_described(error, self.name)}; training goes on"
+                    f"reports from batch {first} on are lost: {_described(error, self.name)}; training continues"
                 )
 
     def _warn(self, text: str) -> None:
@@ -190,10 +190,10 @@ class RunLoggers:
 
     def report(self, group: Group, batches_trained: int, metrics: Mapping[str, Any]) -> None:
         numbers, others = numbers_of(metrics)
-        # Do not log the omission of values that are not numbers for telemetry, which always has such values.
+        # Telemetry always has values that are not numbers: do not log their omission.
         if group != "telemetry" and (new := sorted(set(others) - self._left_out)):
             self._left_out.update(new)
-            logger.info("loggers are not told of %s: not a number", ", ".join(new))
+            logger.info("metrics that are not numbers are not logged: %s", ", ".join(new))
         length = self._epoch_length()
         report = Report(group, batches_trained, batches_trained / length if length else None, numbers)
         for thread in self._threads:
@@ -250,8 +250,8 @@ def loggers_of(context: DeepSpeedTrialContext, *, is_test: bool = False) -> RunL
 def logged_run(runtime: TrialRuntime) -> LoggedRun:
     """Return the description of a trial's run for loggers.
 
-    The id is a hash of the run directory's creation time and the experiment's name. Without a run directory, it is a hash of the
-    ids of master and trial. Ranks: only rank 0; no communication.
+    The run's id is a hash of the run directory's creation time and the experiment's name. Without a run directory, the id is a
+    hash of the ids of master and trial. Ranks: only rank 0; no communication.
     """
     config = dict(runtime.exp_conf or {})
     config.pop("hyperparameters", None)

@@ -19,8 +19,8 @@ from dstrial.loggers.logger import FinalState, LoggedRun, Report
 
 logger = logging.getLogger("dstrial.loggers")
 
-_INIT_TIMEOUT_S = 20.0
-_FINISH_TIMEOUT_S = 25.0
+_INIT_TIMEOUT_S = 20.0  # for W&B's server to answer when a run begins
+_FINISH_TIMEOUT_S = 25.0  # for the upload of the last reports
 _DEFAULT_SERVER = "https://api.wandb.ai"
 _NOT_IN_PROJECT = re.compile(r"[/\\#?%:]")
 _MAX_PROJECT_CHARS = 128
@@ -107,7 +107,7 @@ class WandbLogger:
 
     def _say_offline(self, why: str) -> None:
         logger.warning(
-            "logger wandb: %s, so the run is kept on disk and nothing is shown online; training goes on. Send it later: "
+            "logger wandb: %s, so the run is stored on disk and not shown online; training continues. Upload it later: "
             "wandb beta sync %s",
             why,
             self._directory / "wandb",

@@ -28,21 +28,23 @@ from dstrial.search.method import (
     create,
     max_replaced,
 )
-from dstrial.search.random_state import SearchRandom
+from dstrial.search.sampling import SearchRandom
 
-_WORST = sys.float_info.max
-_OVERSHOOT = 1.2
+_WORST = sys.float_info.max  # stands for NaN and for failed trials, which rank last
+_OVERSHOOT = 1.2  # when all trials have reached the lowest rung, the progress is 1 / 1.2, as in Determined
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bracket:
+    """Number of rungs and numbers of trials of one bracket."""
+
     num_rungs: int
     max_trials: int  # replaced invalid trials do not count
     max_concurrent_trials: int  # 0 for ``divisor ** (num_rungs - 1)``
 
 
 def brackets(searcher: Mapping[str, Any]) -> list[Bracket]:
-    """Return the brackets of a searcher, most rungs first.
+    """Return the brackets of a searcher, the bracket with the most rungs first.
 
     ``searcher`` is the config's ``searcher`` section with defaults filled in.
     """
@@ -110,6 +112,11 @@ def power(divisor: float, exponent: int) -> float:
 
 
 def number(metrics: Mapping[str, Any], name: str) -> float:
+    """Return a validation metric as a float; huge integers become infinite.
+
+    Raises:
+        SearchError: the metric is missing or not a number.
+    """
     if name not in metrics:
         have = ", ".join(sorted(map(str, metrics))) or "none"
         raise SearchError(
@@ -128,7 +135,7 @@ def number(metrics: Mapping[str, Any], name: str) -> float:
 
 
 class Halving(SearchMethod):
-    """Runs the brackets of a searcher."""
+    """The search method of ``async_halving`` and ``adaptive_asha``: runs all brackets."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         searcher = config["searcher"]
@@ -169,7 +176,7 @@ class Halving(SearchMethod):
         return []
 
     def progress(self, trial_progress: Mapping[str, float], closed: Collection[str]) -> float:
-        """Return the mean progress of the brackets, from rungs; ignores both arguments."""
+        """Return the mean progress of the brackets, 0 to 1; both arguments are ignored."""
         return sum(bracket.progress() for bracket in self._brackets) / len(self._brackets)
 
     def snapshot(self) -> dict[str, Any]:
@@ -184,7 +191,7 @@ class Halving(SearchMethod):
 
 
 class _Halving:
-    """A bracket: ranks trials in each rung and stops the worse ones."""
+    """Runs one bracket: ranks trials in each rung and stops the worse trials."""
 
     def __init__(
         self, hyperparameters: Mapping[str, Any], searcher: Mapping[str, Any], bracket: Bracket
@@ -210,7 +217,10 @@ class _Halving:
     def validation_completed(
         self, random: SearchRandom, request_id: str, metrics: Mapping[str, Any]
     ) -> list[Create | Stop]:
-        """Rank the trial in each rung that it has newly reached; stop it if it ranks low."""
+        """Rank the trial in each rung that it has newly reached; stop it if it ranks low.
+
+        A stopped trial is replaced by a new one, unless all trials of the bracket were created.
+        """
         if request_id in self._stopped:
             return []
         value = self._sign * number(metrics, self._metric)
@@ -232,8 +242,10 @@ class _Halving:
     def trial_exited_early(
         self, random: SearchRandom, request_id: str, reason: ExitReason
     ) -> list[Create | Stop]:
-        """Rank a failed trial last in its rung; replace one with invalid hyperparameters."""
-        # A replaced trial, whose hyperparameters are invalid, is removed from all rungs.
+        """Rank a failed trial last in its rung; return an action that replaces it.
+
+        A trial with invalid hyperparameters is removed from all rungs instead, and does not count as one of the bracket's trials.
+        """
         if request_id in self._stopped:
             return []
         if reason is ExitReason.INVALID_HP and self._num_invalid < self._max_replaced:
@@ -246,10 +258,10 @@ class _Halving:
         return self._replacement(random)
 
     def progress(self) -> float:
-        """Return the progress, 0 to 1.
+        """Return the progress of the bracket, 0 to 1.
 
         The result is the number of trials that have reached the lowest rung, divided by 1.2 times the maximum number of trials.
-        Once all trials have reached this rung, the share of completed trials is returned if larger.
+        Once all trials have reached this rung, the result is the fraction of completed trials, if that is larger.
         """
         lowest = len(self._rungs[0])
         share = lowest / (_OVERSHOOT * self._max_trials)

@@ -9,8 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, TypeAlias
 
 from dstrial.config.experiment_config.hyperparameters import is_searched
-from dstrial.search.hyperparameters import sample
-from dstrial.search.random_state import SearchRandom
+from dstrial.search.sampling import SearchRandom, sample
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,9 +59,9 @@ class PreviewedTrials:
 class SearchMethod(abc.ABC):
     """Base of all kinds of search; methods that handle events return actions.
 
-    A search cannot pause or resume a trial, or set the length of its training. A trial trains its full length unless the method
+    A search cannot pause or resume a trial, or set the length of its training. A trial trains its full length unless the search
     returns a ``Stop`` after one of the trial's validations. ``trial_exited`` is called for stopped trials, too. A trial that
-    exits with ``INVALID_HP`` is replaced, except in a grid.
+    exits with ``INVALID_HP`` is replaced by a new trial, except in a grid.
     """
 
     @abc.abstractmethod
@@ -118,8 +117,8 @@ class SearchMethod(abc.ABC):
         """Restore the state that :meth:`snapshot` returned."""
 
 
-_MAX_REPLACED_MIN = 100
-_MAX_REPLACED_PER_TRIAL = 10
+_MAX_REPLACED_MIN = 100  # a search of any size may replace this number of invalid trials
+_MAX_REPLACED_PER_TRIAL = 10  # a larger search may replace this number for each of its trials
 
 
 def max_replaced(hyperparameters: Mapping[str, Any], max_trials: int) -> int:

@@ -6,7 +6,6 @@ import abc
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from dstrial.search.hyperparameters import Grid
 from dstrial.search.method import (
     Create,
     ExitReason,
@@ -17,11 +16,11 @@ from dstrial.search.method import (
     create,
     max_replaced,
 )
-from dstrial.search.random_state import SearchRandom
+from dstrial.search.sampling import Grid, SearchRandom
 
 
 class _Independent(SearchMethod):
-    """Base of searches whose trials do not depend on metrics of other trials."""
+    """Base of searches that ignore metrics: each exited trial makes room for the next."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         (trials,) = self.previewed(config)

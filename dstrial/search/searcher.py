@@ -10,7 +10,7 @@ from dstrial.errors import SearchError
 from dstrial.search.halving import Halving
 from dstrial.search.method import Action, Create, ExitReason, PreviewedTrials, SearchMethod, Shutdown, Stop
 from dstrial.search.random_search import GridSearch, RandomSearch, SingleSearch
-from dstrial.search.random_state import SearchRandom
+from dstrial.search.sampling import SearchRandom
 
 METHODS: dict[str, type[SearchMethod]] = {
     "single": SingleSearch,
@@ -24,7 +24,9 @@ METHODS: dict[str, type[SearchMethod]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchSummary:
-    config: dict[str, Any]
+    """The trials that a search would train, as ``preview`` returns them."""
+
+    config: dict[str, Any]  # the experiment config's section ``searcher``
     trials: tuple[PreviewedTrials, ...]  # shortest first, if no two validations are equal and no trial fails
 
 

@@ -1,6 +1,6 @@
 """Measure one rank's training; write telemetry reports on rank 0.
 
-Measuring neither synchronises devices nor communicates; ranks send samples to rank 0 with the metrics of a report.
+Measuring neither synchronises devices nor communicates. Ranks send their samples to rank 0 together with the metrics of a report.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("dstrial.telemetry")
 
 ResultT = TypeVar("ResultT")
 
-_KEEP_PERIOD_S = 5.0  # minimum time between writes of the totals' file, which take longer than a report
+_KEEP_PERIOD_S = 5.0  # minimum time between writes of the run's totals, which take longer than a report
 
 _DATA_SHEETS: tuple[tuple[str, dict[str, float]], ...] = (
     ("H200", {"bfloat16": 989.4, "float16": 989.4, "float32": 66.9}),
@@ -68,7 +68,12 @@ def timed_events(accelerator: Any) -> Callable[[], Event] | None:
 
 
 class AsyncSample:
-    """A ``RankSample`` whose gradient norm is still being copied from the device."""
+    """A ``RankSample`` whose gradient norm is still being copied from the device.
+
+    Args:
+        sample: all other fields of the ``RankSample``.
+        norm: the gradient norm, a number or a tensor; None without one. A copy from a CUDA device is only started.
+    """
 
     def __init__(self, sample: dict[str, Any], norm: Any) -> None:
         self._sample = sample
@@ -97,7 +102,6 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         engines: the trial's DeepSpeed engines.
         replica: index of this rank's data-parallel replica.
         count_tokens: returns the number of tokens in a micro batch; None if unknown.
-        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -106,14 +110,13 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         replica: int,
         *,
         count_tokens: Callable[[Any], int | None] = tokens_in,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._engines = engines
         self._replica = replica
-        self._clock = clock
+
         self._accelerator = get_accelerator()
         self._device = torch.device(self._accelerator.current_device_name())
-        self._timer = PhaseTimer(timed_events(self._accelerator), clock)
+        self._timer = PhaseTimer(timed_events(self._accelerator))
         # With sequence parallelism, a rank's loader may yield only a part of each sequence.
         self._counts_tokens = engines[0].sequence_parallel_size == 1
         self._count_tokens = count_tokens
@@ -174,9 +177,9 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         self._flops = FlopCount(0.0, unknown="the script draws its records itself")
 
     def first_batch(self, train_batch: Callable[..., ResultT]) -> Callable[..., ResultT]:
-        """Return ``train_batch``, wrapped so that FLOPs and memory are counted.
+        """Return a function that calls ``train_batch`` and counts FLOPs and memory.
 
-        Use the wrapped function for the first batch only: counting takes some microseconds per operation.
+        Use the returned function for the first batch only: counting takes some microseconds per operation.
         """
         counter = self.counting()
 
@@ -201,9 +204,9 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         return counter
 
     def end_first_batch(self, batches_trained: int, seconds: float) -> None:
-        """Drop all measurements of the first batch except FLOPs and memory.
+        """End the counting of FLOPs and memory; drop all other measurements of the batch.
 
-        ``seconds`` is the duration of the first batch.
+        ``batches_trained`` includes the first batch, which took ``seconds``.
         """
         if self._counter is not None:
             self._flops = self._counter.count
@@ -218,11 +221,17 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         self._seconds -= seconds
 
     def trained(self, seconds: float) -> None:
-        """Add training time; include the seconds that ``end_first_batch`` subtracts."""
+        """Add ``seconds`` of training time, also those of the first batch.
+
+        ``end_first_batch`` subtracts the seconds of the first batch.
+        """
         self._seconds += seconds
 
     def sample(self, batches_trained: int) -> AsyncSample:
-        """Return the measurements since the last sample; start a new sample."""
+        """Return the measurements since the last call, and start new ones.
+
+        ``batches_trained`` is the number of batches trained so far.
+        """
         num_batches = batches_trained - self._start
         tokens = self._num_tokens if self._counts_tokens and self._num_tokens else None
         flops = self._flops
@@ -309,7 +318,7 @@ class TelemetryReports:
     def _warn(self, error: Exception) -> None:
         if not self._has_failed:
             logger.warning(
-                "what the run tells of itself could not be written (%s: %s); training goes on",
+                "telemetry could not be written (%s: %s); training continues",
                 type(error).__name__,
                 error,
             )

@@ -1,8 +1,8 @@
-"""Measure a rank's memory: counters, and the first batch's memory by use.
+"""Measure a rank's memory: counters, and how the first batch uses the memory.
 
-Parameters, gradients, optimizer state and buffers are sums over the storages of the engines' tensors. If FLOPs are counted,
-activations and the peak are tracked operation by operation. Otherwise, activations are the growth of the device's memory
-counter in the forward pass; on the CPU they are unknown.
+Uses of memory are parameters, gradients, optimizer state, activations and buffers. All but activations are sums over the storages
+of the engines' tensors. If FLOPs are counted, activations and the peak are tracked operation by operation. Otherwise, activations
+are the growth of the device's memory counter in the forward pass; on the CPU they are unknown.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ ResultT = TypeVar("ResultT")
 PEAK = "tensors_peak_bytes"  # maximum of all live tensors on the device, tracked operation by operation
 HOST = "host_tensors_bytes"  # engine state that is offloaded to the host
 
+# How the memory was measured, for users of the telemetry.
 BY_OPERATIONS = "storages of tensors; activations and peak operation by operation"
 BY_COUNTERS = "storages of tensors; activations by the device's counter"
 BY_STORAGES = "storages of tensors; activations unknown"
@@ -93,7 +94,7 @@ class FirstBatchMemory:
     def around_step(self, call: Callable[[], ResultT]) -> ResultT:
         """Run ``call``, an engine's step; measure memory around it; return the result.
 
-        Measures only if the step ends a batch, not at steps that only accumulate gradients.
+        Steps that only accumulate gradients are not measured.
         """
         split = self._split
         if split is None or not any(steps_next(engine) for engine in self._engines):
@@ -112,7 +113,7 @@ class FirstBatchMemory:
         self._split = None
 
     def bytes(self) -> dict[str, int]:
-        """Return use of memory -> maximum in bytes; {} before the first step."""
+        """Return the memory by use: ``<use>_bytes`` -> maximum; {} before the first step."""
         return dict(self._found) if self.found_by is not None else {}
 
     def _operation(self, result: Any, args: Any) -> None:
@@ -145,5 +146,5 @@ class FirstBatchMemory:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        logger.info("where memory goes is not measured: %s: %s", type(error).__name__, error)
+        logger.info("the use of memory is not measured: %s: %s", type(error).__name__, error)
         self._split = self.found_by = self._at_start_bytes = None

@@ -1,6 +1,6 @@
 """Time forward, backward and step of a rank's engines without blocking.
 
-On an accelerator, device events of some batches are read at a later report. On the CPU, the host's clock is used.
+On an accelerator, device events are recorded in some batches, and read at a later report. On the CPU, the host's clock is used.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from dstrial.telemetry.samples import DEVICE_CLOCK, HOST_CLOCK
 
 ResultT = TypeVar("ResultT")
 
-# About the maximum number of batches per report that are timed by device events; their distance is chosen at each report.
+# Approximate maximum number of batches per report that are timed by device events. Every n-th batch is timed; n is chosen at each
+# report from the number of batches since the last one.
 MOST_TIMED = 32
 
+# Maximum number of recorded phases that are not read yet; batches beyond it are not timed.
 _MAX_PENDING = 4096
 
 
@@ -84,7 +86,10 @@ class PhaseTimer:
         return self._timed(phase, call)
 
     def stepped(self, engine: Any) -> None:
-        """Count a batch at each step of the engine that stepped first; ignore others."""
+        """Count a batch for each step of the engine that steps first in a batch.
+
+        Steps of the trial's other engines are ignored.
+        """
         if not self._is_on:
             return
         if self._first is None:
@@ -100,9 +105,9 @@ class PhaseTimer:
         self._is_timed = self._num_heard % self._stride == 0 and len(self._pending) < _MAX_PENDING
 
     def take(self) -> dict[str, float]:
-        """Return phase -> average seconds per batch, over batches since the last call.
+        """Return phase -> average seconds per batch, since the last call.
 
-        Batches whose events the device has not reached are included in the next call.
+        Only timed batches count. Batches whose events the device has not reached yet are included in the next call's result.
         """
         if self._make_event is not None:
             self._read_events()

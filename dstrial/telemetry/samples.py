@@ -16,6 +16,7 @@ GROUP = "telemetry"  # name of the metric group
 # Phases of a batch. "stages": communication of a pipeline stage with other stages, including the wait for them.
 PHASES = ("forward", "backward", "step", "stages")
 
+# Values of `RankSample.clock`.
 HOST_CLOCK = "host clock"
 DEVICE_CLOCK = "device events"
 
@@ -28,15 +29,15 @@ class RankSample:
     seconds: float  # training time of these batches, without validations, checkpoints and reports
     data_wait_s: float | None  # part of ``seconds`` spent waiting for the training loader; None if unknown
     phase_s: Mapping[str, float]  # phase in PHASES -> average seconds per batch
-    clock: str
+    clock: str  # HOST_CLOCK or DEVICE_CLOCK, by which ``phase_s`` was measured
     num_tokens: int | None  # tokens in the micro batches that this rank has read; None if unknown
     replica: int  # index of the rank's data-parallel replica; ranks of one replica read the same records
-    memory_bytes: Mapping[str, int]  # memory counter or use of memory -> bytes
+    memory_bytes: Mapping[str, int]  # memory counter, or use of memory in the first batch -> bytes
     flops: tuple[float, float] | None = None  # FLOPs per batch on this rank: (total, recomputed in backward)
     flops_unknown: str | None = None  # why the FLOPs are unknown
     learning_rate: float | None = None  # learning rate of the first engine's first parameter group
     gradient_norm: float | None = None  # norm of the newest step's gradients, over all ranks
-    memory_found_by: str | None = None
+    memory_found_by: str | None = None  # how the uses of memory were measured; None if they were not
 
     def pack(self) -> str:
         """Return the sample as JSON text, for ``unpack`` on rank 0."""
@@ -51,10 +52,10 @@ class RankSample:
         return cls(**fields, flops=None if flops is None else (flops[0], flops[1]))
 
     def times_ms(self) -> dict[str, float]:
-        """Return average milliseconds per batch, in total and by phase.
+        """Return the average milliseconds per batch: ``batch_ms``, and ``<phase>_ms``.
 
-        Empty without a batch. The phases may sum to more than the total, because the host may wait for data while the device
-        computes.
+        The result is empty if no batch was measured. The phases may sum to more than the total, because the host may wait for
+        data while the device computes.
         """
         if not self.num_batches:
             return {}
@@ -69,7 +70,9 @@ class RankSample:
 def report_metrics(
     samples: Sequence[RankSample], num_records: int, num_skipped: int, peak_flops_per_s: float | None
 ) -> dict[str, Any]:
-    """Return a telemetry report: the job's metrics, and each rank's in ``ranks``.
+    """Return the metrics of a telemetry report, over all ranks.
+
+    The key ``ranks`` has each metric that differs between ranks as a list by rank.
 
     Args:
         samples: one per rank.
@@ -110,9 +113,9 @@ def _names(found: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def tokens_of(samples: Sequence[RankSample]) -> int | None:
-    """Return the number of tokens over all replicas; None if unknown for a replica.
+    """Return the number of tokens that all replicas have read; None if one is unknown.
 
-    Records that several ranks of a replica read are counted once.
+    If several ranks of a replica read the same records, the tokens are counted once.
     """
     by_replica: dict[int, int | None] = {}
     for sample in samples:
@@ -125,7 +128,11 @@ def tokens_of(samples: Sequence[RankSample]) -> int | None:
 
 
 def compute_rates(samples: Sequence[RankSample], peak_flops_per_s: float | None) -> dict[str, float]:
-    """Return TFLOPS per device, and MFU and HFU with a known peak; {} without FLOPs."""
+    """Return the FLOP rates of one device, averaged over all ranks; {} without FLOPs.
+
+    The result has the TFLOPS of the model (without recomputation) and of the hardware. If the peak is known, it also has the
+    fractions of the peak, MFU and HFU.
+    """
     counted = [sample.flops for sample in samples if sample.flops is not None]
     first = samples[0]
     if len(counted) < len(samples) or not first.num_batches or not sum(total for total, _ in counted):
@@ -141,13 +148,13 @@ def compute_rates(samples: Sequence[RankSample], peak_flops_per_s: float | None)
 
 @dataclasses.dataclass(slots=True)
 class RunTotals:
-    """Sums of all ranks' samples since the start of the process."""
+    """Sums of all ranks' samples since the start of the process; the newest samples."""
 
     num_batches: int = 0
     seconds: float = 0.0
     num_records: int = 0
     num_tokens: int | None = 0  # None after a report without a number of tokens
-    _part_s: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    _part_s: list[dict[str, float]] = dataclasses.field(default_factory=list)  # by rank: phase -> seconds
     _newest: Sequence[RankSample] = ()
 
     def add(self, samples: Sequence[RankSample], num_records: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from dstrial.telemetry.samples import DEVICE_CLOCK
 
+# Metric of the telemetry -> its name in the summary.
 _WORDS = {
     "data_wait_ms": "data wait",
     "forward_ms": "forward",
@@ -15,12 +16,13 @@ _WORDS = {
     "stages_ms": "other stages",
 }
 
+# Memory counter, and its name in the summary.
 _MEMORY = (
     ("device_peak_memory_bytes", "device, peak"),
     ("device_reserved_memory_bytes", "reserved"),
     ("process_peak_memory_bytes", "process, peak"),
 )
-_SMALLEST_SHARE = 0.005
+_SMALLEST_SHARE = 0.005  # a smaller fraction of the time is not shown as "other"
 
 # Counter -> column of the memory table. Each is a maximum, ``peak`` that of all tensors on the device; their times may differ.
 _COLUMNS = {
@@ -32,7 +34,7 @@ _MIB = 2**20
 
 
 def summary_rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (name, text) of each summary line; [] for a run of only one batch.
+    """Return the lines of the summary as (name, text); [] for a run of one batch.
 
     ``document`` is the result of ``RunTotals.to_json``.
     """
@@ -52,7 +54,7 @@ def _speed(document: Mapping[str, Any], batch_ms: float) -> str:
     if "tokens_per_second" in document:
         rates.append(f"{_count(document['tokens_per_second'])} tokens/s")
     size = _count(document["records_per_batch"])
-    return f"{', '.join(rates)}; {batch_ms:.3g} ms a batch of {size} records (the first is left out)"
+    return f"{', '.join(rates)}; {batch_ms:.3g} ms per batch of {size} records (without the first batch)"
 
 
 def _parts(document: Mapping[str, Any], ranks: Sequence[Mapping[str, float]]) -> str:
@@ -64,7 +66,7 @@ def _parts(document: Mapping[str, Any], ranks: Sequence[Mapping[str, float]]) ->
     }
     clock = str(document["clock"])
     if clock == DEVICE_CLOCK:
-        clock += "; data wait by the host, which may be beside the device's work"
+        clock += "; data wait by host clock, may overlap with the device's work"
     rest = 1.0 - sum(shares.values())
     texts = [f"{word} {100 * share:.0f} %" for word, share in shares.items()]
     if rest > _SMALLEST_SHARE:
@@ -76,7 +78,7 @@ def _compute(document: Mapping[str, Any]) -> tuple[str, str]:
     model = document.get("model_tflops_per_device")
     if model is None:
         return "compute", f"FLOPs unknown: {document.get('flops_unknown') or 'not counted'}"
-    text = f"{_flops(model)} a device, counted in the first batch"
+    text = f"{_flops(model)} per device, FLOPs counted in the first batch"
     if "mfu" in document:
         peak = _flops(document["peak_flops_per_s"] / 1e12)
         text += f"; MFU {_percent(document['mfu'])} of {peak} (data sheet)"
@@ -118,9 +120,10 @@ def _bytes(value: int) -> str:
 
 
 def memory_rows(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return (name, text) of each row of the memory table; [] without measured memory.
+    """Return the rows of the memory table as (name, text); [] without measured memory.
 
-    ``ranks`` has ``RankSample.memory_bytes`` by rank. The table shows rank 0 and the rank with the most memory.
+    ``ranks`` has ``RankSample.memory_bytes`` of each rank. The table shows the first measured rank and the rank with the most
+    memory.
     """
     measured = {rank: one for rank, one in enumerate(ranks) if one.get("parameters_bytes") is not None}
     if not measured:

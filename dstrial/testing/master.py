@@ -17,7 +17,7 @@ from dstrial.master.client import Client
 from dstrial.master.login import new_token, read_credentials
 from dstrial.master.state_directory import MasterRecord, StateDirectory, process_start_time
 
-_DEADLINE_S = 120.0
+_DEADLINE_S = 120.0  # default timeout of a command
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class MasterForTest:
         return Client(self.address, new_token(self.record, username))
 
     def password(self, username: str = "determined") -> str:
-        """Return a user's initial password; empty if the user has none."""
+        """Return the password that a user has at the master's first start; "" for none."""
         return str(read_credentials(self.state).get(username, ""))
 
     def dstrial(

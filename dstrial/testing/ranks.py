@@ -29,8 +29,8 @@ from typing import Any
 
 from dstrial.ranks.sockets import free_port
 
-_POLL_S = 0.05
-_STACK_DUMP_S = 2.0
+_POLL_S = 0.05  # interval between checks whether the ranks have exited
+_STACK_DUMP_S = 2.0  # time for ranks to print their stacks after SIGABRT
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The text: source code of Python's own standard library, as blocks of tokens of a tokenizer that was trained on it."""
+"""Text for a language model: the source of Python's standard library, in blocks of tokens."""
 
 import sysconfig
 from pathlib import Path
@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 
 def read_source(num_chars_max: int) -> str:
-    """Return the top-level modules of the standard library in order of their names, cut to a length."""
+    """Return the first ``num_chars_max`` characters of the standard library's top-level modules, sorted by name."""
     folder = Path(sysconfig.get_path("stdlib"))
     # The modules called _sysconfigdata… were written on the machine that built this Python.
     paths = [path for path in sorted(folder.glob("*.py")) if not path.name.startswith("_sysconfigdata")]
@@ -21,9 +21,9 @@ def read_source(num_chars_max: int) -> str:
 
 
 def token_blocks(text: str, vocab_size: int, block_size: int) -> torch.Tensor:
-    """Train a byte-level BPE on the text, and return the text as blocks, shape (blocks, block_size), int64.
+    """Train a byte-level BPE tokenizer on the text; return the text's tokens.
 
-    The same text gives the same tokens on every rank.
+    The result has shape (number of blocks, block_size) and type int64. The same text gives the same tokens on every rank.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -24,7 +24,7 @@ def validate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoade
 
 def main() -> None:
     accelerator = Accelerator(
-        # An order of records that a resume can repeat, and one step of the scheduler per batch, not per process.
+        # A resume can repeat the order of this sampler. The scheduler makes one step per batch, not per process.
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=20),
         step_scheduler_with_optimizer=False,
     )

@@ -13,7 +13,7 @@ NUM_VALIDATION_RECORDS = 297  # of 1,797
 
 
 def build_generator(noise_size: int, num_hidden: int) -> nn.Module:
-    """Images (batch, 64) in -1..1 from noise (batch, noise_size)."""
+    """Build a network that maps noise (batch, noise_size) to images (batch, 64) in -1..1."""
     return nn.Sequential(
         nn.Linear(noise_size, num_hidden),
         nn.ReLU(),
@@ -25,7 +25,7 @@ def build_generator(noise_size: int, num_hidden: int) -> nn.Module:
 
 
 def build_discriminator(num_hidden: int, dropout: float) -> nn.Module:
-    """Logits (batch, 1), positive for "real", from images (batch, 64)."""
+    """Build a network that maps images (batch, 64) to logits (batch, 1), positive for "real"."""
     return nn.Sequential(
         nn.Linear(NUM_PIXELS, num_hidden),
         nn.LeakyReLU(0.2),
@@ -54,10 +54,10 @@ def judge(logits: torch.Tensor, is_real: bool) -> torch.Tensor:
 class DigitsGanTrial(DeepSpeedTrial):
     """Trains a generator against a discriminator.
 
-    Reports ``generator_loss`` and ``discriminator_loss`` while training. Validation reports
-    ``coverage_distance``, how far a real image is on average from the nearest of as many generated ones, and
-    ``realism_distance``, the same from generated to real: noise makes both large, a generator that
-    always draws the same digit makes only the first one large.
+    Training reports ``generator_loss`` and ``discriminator_loss``. Validation compares real images with as many generated
+    ones. ``coverage_distance`` is the mean distance from a real image to the nearest generated one. ``realism_distance`` is the
+    mean distance from a generated image to the nearest real one. If the generator makes noise, both are large. If it always
+    makes the same digit, only the first is large.
     """
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
@@ -130,7 +130,7 @@ class DigitsGanTrial(DeepSpeedTrial):
 
     def evaluate_batch(self, dataloader_iter, batch_idx):
         (real,) = self.context.to_device(next(dataloader_iter))
-        # Noise of its own generator: validation is repeatable and leaves the training's random numbers alone.
+        # A separate random generator makes validation repeatable, and does not change the random numbers of training.
         noise = torch.randn(len(real), self.noise_size, generator=torch.Generator().manual_seed(batch_idx))
         distances = torch.cdist(real, self.generator(self.context.to_device(noise)))
         return {

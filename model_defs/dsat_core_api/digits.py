@@ -1,4 +1,4 @@
-"""The net, the data and the process group of both scripts."""
+"""Network, data and process group of the scripts ``plain.py`` and ``train.py``."""
 
 import deepspeed
 import torch
@@ -12,13 +12,13 @@ NUM_CLASSES = 10
 
 
 def init_ranks() -> None:
-    """Begin the process group; on a CPU without the operator that DeepSpeed would compile for inference."""
+    """Create the process group; on a CPU, DeepSpeed's collectives are not compiled."""
     with without_compiled_collectives(is_cpu=not torch.cuda.is_available()):
         deepspeed.init_distributed()
 
 
 def build_model(width: int, depth: int) -> nn.Module:
-    """Return logits (batch, 10) from images (batch, 64)."""
+    """Build a network that maps images (batch, 64) to logits (batch, 10)."""
     layers: list[nn.Module] = [nn.Linear(64, width), nn.GELU()]
     for _ in range(depth - 1):
         layers += [nn.Linear(width, width), nn.GELU()]
@@ -26,7 +26,7 @@ def build_model(width: int, depth: int) -> nn.Module:
 
 
 def load_training_set() -> TensorDataset:
-    """Return (image (64,) in 0..1, label) pairs."""
+    """Return a data set of pairs: image (64,) in 0..1, and label."""
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32) / 16.0
     return TensorDataset(images, torch.tensor(digits.target, dtype=torch.long))

@@ -1,4 +1,4 @@
-"""Handwritten digits, classified by a wide multilayer net: a plain DeepSpeed script."""
+"""Classify handwritten digits with a wide multilayer network: a plain DeepSpeed script."""
 
 import deepspeed
 from digits import build_model, init_ranks, load_training_set
@@ -9,7 +9,7 @@ NUM_EPOCHS = 3
 
 
 def train(engine: deepspeed.DeepSpeedEngine) -> float:
-    """Return the loss of the last micro batch."""
+    """Train for ``NUM_EPOCHS``; return the loss of the last micro batch."""
     training_set = load_training_set()
     sampler = DistributedSampler(training_set)
     size = engine.train_micro_batch_size_per_gpu()

@@ -1,4 +1,4 @@
-"""Handwritten digits, classified by a wide multilayer net: a Core API script, which dsat tunes."""
+"""Classify handwritten digits with a wide multilayer network: a Core API script that dsat tunes."""
 
 import deepspeed
 import determined as det
@@ -13,7 +13,7 @@ NUM_EPOCHS = 3
 
 
 def train(engine: deepspeed.DeepSpeedEngine) -> float:
-    """Return the loss of the last micro batch."""
+    """Train for ``NUM_EPOCHS``; return the loss of the last micro batch."""
     training_set = load_training_set()
     sampler = DistributedSampler(training_set)
     size = engine.train_micro_batch_size_per_gpu()

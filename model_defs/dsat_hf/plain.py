@@ -1,4 +1,4 @@
-"""A small GPT-2 over the text of Python's standard library: a plain script of Hugging Face's Trainer."""
+"""Train a small GPT-2 on the source of Python's standard library: a plain script with Hugging Face's Trainer."""
 
 import sys
 from collections.abc import Sequence

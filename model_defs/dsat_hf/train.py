@@ -1,4 +1,4 @@
-"""A small GPT-2 over the text of Python's standard library: a script of Hugging Face's Trainer, which dsat tunes."""
+"""Train a small GPT-2 on the source of Python's standard library: a script with Hugging Face's Trainer that dsat tunes."""
 
 import sys
 from collections.abc import Sequence

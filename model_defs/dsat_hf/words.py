@@ -1,4 +1,4 @@
-"""The data: the source text of Python's own standard library, byte by byte."""
+"""Data of the scripts ``plain.py`` and ``train.py``: the source of Python's standard library, as bytes."""
 
 import sysconfig
 from pathlib import Path
@@ -7,14 +7,14 @@ import torch
 from torch.utils.data import Dataset
 
 WORDS = 256
-"""Tokens that there are: one per byte."""
+"""Size of the vocabulary: one token per value of a byte."""
 
 NUM_VALIDATION_BLOCKS = 64
-"""Blocks that are not trained on."""
+"""Number of blocks for validation."""
 
 
 class Blocks(Dataset):
-    """Blocks of bytes; a record is what GPT-2 takes, its labels the bytes themselves."""
+    """Blocks of bytes as GPT-2's inputs; the labels are equal to the inputs."""
 
     def __init__(self, blocks: torch.Tensor) -> None:
         self.blocks = blocks
@@ -27,7 +27,7 @@ class Blocks(Dataset):
 
 
 def load_splits(block_size: int, num_bytes_max: int = 200_000) -> tuple[Blocks, Blocks]:
-    """Return (training, validation) sets: the first modules of the standard library, in order of their names, as blocks."""
+    """Return the training and validation sets of blocks, from the standard library's first modules by name."""
     text = b""
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py")):
         text += path.read_bytes()

@@ -1,4 +1,4 @@
-"""Handwritten digits, classified by a wide multilayer net: an ordinary DeepSpeedTrial, which dsat tunes as it is."""
+"""Classify handwritten digits with a wide multilayer network: a DeepSpeedTrial that dsat tunes without changes."""
 
 import deepspeed
 import torch
@@ -13,7 +13,7 @@ NUM_VALIDATION_RECORDS = 360  # of 1,797
 
 
 def build_model(width: int, depth: int) -> nn.Module:
-    """Return logits (batch, 10) from images (batch, 64)."""
+    """Build a network that maps images (batch, 64) to logits (batch, 10)."""
     layers: list[nn.Module] = [nn.Linear(64, width), nn.GELU()]
     for _ in range(depth - 1):
         layers += [nn.Linear(width, width), nn.GELU()]
@@ -21,7 +21,7 @@ def build_model(width: int, depth: int) -> nn.Module:
 
 
 def load_splits() -> tuple[TensorDataset, TensorDataset]:
-    """Return (training, validation) sets of (image (64,) in 0..1, label) pairs."""
+    """Return the training and validation sets of pairs: image (64,) in 0..1, and label."""
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32) / 16.0
     labels = torch.tensor(digits.target, dtype=torch.long)
@@ -31,7 +31,7 @@ def load_splits() -> tuple[TensorDataset, TensorDataset]:
 
 
 class DigitsTrial(DeepSpeedTrial):
-    """Trains the net; reports ``loss``, ``validation_loss`` and ``validation_accuracy``."""
+    """Trains the network; reports ``loss``, ``validation_loss`` and ``validation_accuracy``."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self.context = context

@@ -1,4 +1,4 @@
-"""The text: source code of Python's own standard library, as blocks of tokens of a tokenizer that was trained on it."""
+"""Text for a language model: the source of Python's standard library, in blocks of tokens."""
 
 import sysconfig
 from pathlib import Path
@@ -11,7 +11,7 @@ END = "<|endoftext|>"
 
 
 def read_modules(num_chars_max: int) -> list[str]:
-    """Return the top-level modules of the standard library in order of their names, of ``num_chars_max`` together."""
+    """Return the texts of the standard library's top-level modules, sorted by name, ``num_chars_max`` characters in total."""
     folder = Path(sysconfig.get_path("stdlib"))
     texts: list[str] = []
     num_chars = 0
@@ -31,7 +31,7 @@ def read_modules(num_chars_max: int) -> list[str]:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE, GPT-2's kind; the same texts give the same tokens on every rank."""
+    """Train a byte-level BPE tokenizer, as GPT-2's; the same texts give the same tokens on every rank."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -46,7 +46,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 
 class Blocks(torch.utils.data.Dataset):
-    """Blocks of tokens; a record is what GPT-2 takes, its labels the tokens themselves."""
+    """Blocks of tokens as GPT-2's inputs; the labels are equal to the inputs."""
 
     def __init__(self, tokens: torch.Tensor) -> None:
         self.tokens = tokens
@@ -61,7 +61,7 @@ class Blocks(torch.utils.data.Dataset):
 def load_blocks(
     tokenizer: PreTrainedTokenizerFast, texts: list[str], block_size: int, num_eval_blocks: int
 ) -> tuple[Blocks, Blocks]:
-    """Return (training, evaluation) sets; evaluation blocks are spread evenly over the text."""
+    """Return the training and evaluation sets; evaluation blocks are spread evenly over the text."""
     codes: list[int] = []
     for text in texts:
         codes += [*tokenizer.backend_tokenizer.encode(text).ids, tokenizer.eos_token_id]

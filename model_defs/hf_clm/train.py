@@ -20,7 +20,7 @@ from dstrial.integrations import huggingface
 
 @dataclasses.dataclass
 class ModelArguments:
-    """What the Trainer's own arguments do not say; ``hyperparameters`` of the experiment config go before them."""
+    """Arguments of this script besides ``TrainingArguments``; the config's ``hyperparameters`` override them."""
 
     vocab_size: int = 1024
     n_layer: int = 4

@@ -1,4 +1,4 @@
-"""Generate text for many prompts with a model that ZeRO 3 has cut over all slots; the texts are an artifact of the trial."""
+"""Generate text for many prompts with a model that ZeRO 3 shards over all slots; the trial's checkpoint has the texts."""
 
 import json
 import logging
@@ -24,11 +24,11 @@ OUTPUTS_NAME = "outputs.jsonl"
 logger = logging.getLogger("hf_generate")
 
 Outputs = dict[int, dict[str, Any]]
-"""What was generated, by the number of the prompt."""
+"""Index of a prompt -> prompt, generated text and number of tokens."""
 
 
 def hyperparameters() -> dict[str, Any]:
-    """Return the trial's, or outside of any cluster those of `dstrial.launch --config`."""
+    """Return the trial's hyperparameters or, without a master, those of `dstrial.launch --config`."""
     info = det.get_cluster_info()
     if info is not None and info.task_type == "TRIAL":
         return info.trial.hparams
@@ -41,7 +41,7 @@ def hyperparameters() -> dict[str, Any]:
 
 
 def load_model(hparams: dict[str, Any]) -> tuple[Any, Any]:
-    """Return (engine, tokenizer), the model cut over all ranks from the beginning: no rank ever holds the whole of it.
+    """Return (engine, tokenizer); the model is sharded while it is built, so that no rank ever has the whole model.
 
     Ranks: all, collectively.
     """
@@ -51,7 +51,7 @@ def load_model(hparams: dict[str, Any]) -> tuple[Any, Any]:
     # As long as this object lives, transformers makes and loads models under deepspeed.zero.Init.
     sharding = HfDeepSpeedConfig(config)
     assert sharding.is_zero3(), (
-        "only ZeRO 3 cuts the parameters over the ranks; set zero_optimization.stage to 3"
+        "only ZeRO 3 shards the parameters over the ranks; set zero_optimization.stage to 3"
     )
     if hparams.get("model"):
         tokenizer = AutoTokenizer.from_pretrained(hparams["model"])
@@ -76,16 +76,16 @@ def load_model(hparams: dict[str, Any]) -> tuple[Any, Any]:
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.padding_side = "left"  # a generated text goes on at the right end
+    tokenizer.padding_side = "left"  # text is generated at the right end
     engine, *_ = deepspeed.initialize(model=model, config=config)
     engine.module.eval()
     return engine, tokenizer
 
 
 def generate(engine: Any, tokenizer: Any, prompts: list[str], num_new_tokens: int) -> list[tuple[str, int]]:
-    """Return (text, number of tokens) that follow each prompt.
+    """Return the generated text and its number of tokens for each prompt.
 
-    Every token needs the parameters of all ranks, so all ranks go on until the last one has ended (``synced_gpus``).
+    Every token needs the parameters of all ranks, so all ranks continue until the last rank has finished (``synced_gpus``).
 
     Ranks: all, collectively.
     """
@@ -106,10 +106,13 @@ def generate(engine: Any, tokenizer: Any, prompts: list[str], num_new_tokens: in
 
 
 def restore(core_context: det.core.Context) -> Outputs:
-    """Return what was generated before a pause, whatever number of ranks did it. Ranks: all, collectively."""
+    """Return the outputs in the latest checkpoint, saved by any number of ranks; {} in a new run.
+
+    Ranks: all, collectively.
+    """
     info = det.get_cluster_info()
     latest = info.latest_checkpoint if info is not None else None
-    resumed = os.environ.get("DSTRIAL_RESUME")  # a directory: of `dstrial run --resume`
+    resumed = os.environ.get("DSTRIAL_RESUME")  # checkpoint directory that `dstrial run --resume` names
     if latest is not None:
         with core_context.checkpoint.restore_path(latest) as path:
             return read_outputs(pathlib.Path(path))
@@ -122,7 +125,7 @@ def read_outputs(checkpoint: pathlib.Path) -> Outputs:
 
 
 def store(core_context: det.core.Context, outputs: Outputs) -> None:
-    """Make a checkpoint of everything generated so far. Ranks: the chief."""
+    """Save a checkpoint with all outputs so far. Ranks: the chief."""
     with core_context.checkpoint.store_path({"steps_completed": len(outputs)}) as (path, _uuid):
         lines = (json.dumps(outputs[prompt_idx], ensure_ascii=False) for prompt_idx in sorted(outputs))
         (pathlib.Path(path) / OUTPUTS_NAME).write_text(
@@ -144,7 +147,7 @@ def main() -> None:
         outputs = restore(core_context)
         left = [prompt_idx for prompt_idx in range(len(prompts)) if prompt_idx not in outputs]
         own, size = left[rank::num_ranks], hparams["batch_size"]
-        # The same on all ranks: those with fewer prompts generate along until the last round.
+        # The same on all ranks: a rank without further prompts repeats the first one until the last round.
         num_rounds = math.ceil(math.ceil(len(left) / num_ranks) / size)
         for round_idx in range(num_rounds):
             chosen = own[round_idx * size : (round_idx + 1) * size]
@@ -178,7 +181,7 @@ def main() -> None:
 def report(
     core_context: det.core.Context, outputs: Outputs, new: Outputs, num_prompts: int, elapsed_s: float
 ) -> None:
-    """Report one round. Ranks: the chief."""
+    """Report the speed of a round, whose outputs are ``new``, and the progress. Ranks: the chief."""
     num_tokens = sum(output["num_tokens"] for output in new.values())
     core_context.train.report_training_metrics(
         len(outputs), {"num_tokens": num_tokens, "tokens_per_second": num_tokens / elapsed_s}

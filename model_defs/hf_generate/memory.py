@@ -1,4 +1,4 @@
-"""Where the parameters of a model lie that ZeRO 3 has cut: a table with a line per rank."""
+"""Show where ZeRO 3 has put the parameters of a model: a table with a row per rank."""
 
 import pathlib
 import resource
@@ -11,11 +11,11 @@ _COLUMNS = ("rank", "place", "parameters here", "MiB here", "of the model", "pro
 
 
 def memory_table(engine: Any, distributed: Any) -> str:
-    """Return the table as text, on the chief; empty on other ranks.
+    """Return the table as text on the chief; "" on other ranks.
 
     Args:
-        engine: DeepSpeed's, of a model that was made under ``deepspeed.zero.Init``.
-        distributed: of the core context.
+        engine: the DeepSpeed engine of a model that was built under ``deepspeed.zero.Init``.
+        distributed: the distributed context of the core context.
 
     Ranks: all, collectively (one gather).
     """
@@ -23,7 +23,7 @@ def memory_table(engine: Any, distributed: Any) -> str:
     num_elements = 0
     for parameter in engine.module.parameters():
         num_elements += parameter.ds_numel
-        # The part of this rank; the last one is padded, so that all are of one length.
+        # This rank's shard. The last shard is padded, so that all have the same length.
         part = parameter.ds_tensor
         location = getattr(part, "final_location", None)
         place = str(getattr(location, "value", location) or part.device)
@@ -56,5 +56,5 @@ def memory_table(engine: Any, distributed: Any) -> str:
 
 
 def _resident_bytes() -> int:
-    """Return the memory of this process now."""
+    """Return the resident memory of this process in bytes."""
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -9,11 +9,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 END = "<|end|>"
-NUM_CHARS_MAX = 300_000  # that the tokenizer is trained on
+NUM_CHARS_MAX = 300_000  # maximum number of characters on which the tokenizer is trained
 
 
 def read_prompts(num_prompts: int, num_chars_max: int, seed: int) -> list[str]:
-    """Return beginnings of functions, each cut off somewhere; the same ones on every rank."""
+    """Return the beginnings of functions, cut at random lengths; equal seeds give equal prompts."""
     draw = random.Random(seed)
     lines = itertools.chain.from_iterable(text.splitlines(keepends=True) for text in _modules())
     prompts = []
@@ -27,7 +27,7 @@ def read_prompts(num_prompts: int, num_chars_max: int, seed: int) -> list[str]:
 
 
 def train_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer that pads on the left, where a generated text does not go on."""
+    """Train a byte-level BPE tokenizer on the standard library's source."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -26,7 +26,7 @@ NUM_EVAL_RECORDS = 360  # of 1,797
 
 @dataclasses.dataclass
 class ModelArguments:
-    """What the Trainer's own arguments do not say; ``hyperparameters`` of the experiment config go before them."""
+    """Arguments of this script besides ``TrainingArguments``; the config's ``hyperparameters`` override them."""
 
     hidden_size: int = 48
     num_layers: int = 3
@@ -36,7 +36,7 @@ class ModelArguments:
 
 
 class Digits(Dataset):
-    """Images (1, 8, 8) in -1..1 with their labels, as the model takes them."""
+    """Images (1, 8, 8) in -1..1 and labels, as inputs of the vision transformer."""
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         self.images, self.labels = images, labels
@@ -49,7 +49,7 @@ class Digits(Dataset):
 
 
 def load_splits(split_seed: int) -> tuple[Digits, Digits]:
-    """Return (training, evaluation) sets; the split depends on ``split_seed`` only, so that all trials are measured alike."""
+    """Return the training and evaluation sets; trials with equal ``split_seed`` are evaluated on the same images."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8.0 - 1.0
     labels = torch.tensor(digits.target, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""The text: source code of Python's own standard library, as blocks of character codes."""
+"""Text for a language model: the source of Python's standard library, in blocks of character codes."""
 
 import sysconfig
 from pathlib import Path
@@ -12,9 +12,9 @@ VOCABULARY_SIZE = 128  # ASCII; every other character is read as "?"
 def load_blocks(
     num_chars_max: int, block_size: int, num_validation_blocks: int
 ) -> tuple[TensorDataset, TensorDataset]:
-    """Return (training, validation) sets of blocks of characters, int64 (block_size,).
+    """Return the training and validation sets of blocks: character codes, int64 (block_size,).
 
-    Every ``n``-th block is for validation; the same Python release gives the same blocks on every machine.
+    Validation blocks are spread evenly over the text. The same Python release gives the same blocks on every machine.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     text = bytearray()

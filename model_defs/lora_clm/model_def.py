@@ -12,9 +12,9 @@ from dstrial import DataLoader, DeepSpeedTrial, DeepSpeedTrialContext, overwrite
 
 
 def build_base_model(hparams: dict) -> GPT2LMHeadModel:
-    """Build the base model; with weights of your own, write ``AutoModelForCausalLM.from_pretrained(...)`` here.
+    """Build the base model; for pretrained weights, call ``AutoModelForCausalLM.from_pretrained`` here.
 
-    Checkpoints do not hold its weights. Each start has to make the same ones, which dstrial checks when it resumes.
+    Checkpoints do not have the base model's weights, so each start must build equal weights. dstrial checks this at a resume.
     """
     with torch.random.fork_rng():
         torch.manual_seed(hparams["base_seed"])
@@ -37,7 +37,7 @@ def build_base_model(hparams: dict) -> GPT2LMHeadModel:
 
 
 class LoraClmTrial(DeepSpeedTrial):
-    """Reports ``loss`` (nats per character), ``validation_loss`` and ``bits_per_char``."""
+    """Trains the adapters; reports ``loss`` (nats per character), ``validation_loss`` and ``bits_per_char``."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self.context = context

@@ -1,4 +1,4 @@
-"""The text: source code of Python's own standard library, as blocks of character codes."""
+"""Text for a language model: the source of Python's standard library, in blocks of character codes."""
 
 import sysconfig
 from pathlib import Path
@@ -10,7 +10,7 @@ VOCABULARY_SIZE = 128  # ASCII; every other character is read as "?"
 
 
 def read_modules(num_chars_max: int) -> bytes:
-    """Return the top-level modules of the standard library, in order of their names, as one ASCII text."""
+    """Return the standard library's top-level modules, sorted by name, as one ASCII text."""
     folder = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
     for path in sorted(folder.glob("*.py")):

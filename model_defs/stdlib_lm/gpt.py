@@ -1,4 +1,4 @@
-"""A small GPT, written as the list of layers that a DeepSpeed pipeline cuts into stages."""
+"""A small GPT as a list of layers, which a DeepSpeed pipeline divides into stages."""
 
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
@@ -6,7 +6,7 @@ from torch import nn
 
 
 class Embedding(nn.Module):
-    """Characters (batch, block) to activations (batch, block, width)."""
+    """Maps characters (batch, block) to activations (batch, block, width)."""
 
     def __init__(self, vocabulary_size: int, width: int) -> None:
         super().__init__()
@@ -17,7 +17,7 @@ class Embedding(nn.Module):
 
 
 class Position(nn.Module):
-    """Adds a learned vector for every position of the block to the activations."""
+    """Adds a learned vector to the activations at each position of the block."""
 
     def __init__(self, block_size: int, width: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Position(nn.Module):
 
 
 def unembed(embedding: Embedding, activations: torch.Tensor) -> torch.Tensor:
-    """Activations (batch, block, width) to logits (batch, block, vocabulary), by the embedding's weight."""
+    """Map activations (batch, block, width) to logits (batch, block, vocabulary) with the embedding's weight."""
     return nn.functional.linear(activations, embedding.weight)
 
 
@@ -58,7 +58,7 @@ class Block(nn.Module):
 def build_layers(
     vocabulary_size: int, block_size: int, width: int, num_layers: int, num_heads: int
 ) -> list[LayerSpec]:
-    """Return the layers in order; first and last share one weight, wherever the pipeline is cut."""
+    """Return the layers in order; the first and the last share one weight, also on different stages."""
     return [
         TiedLayerSpec("embedding", Embedding, vocabulary_size, width),
         LayerSpec(Position, block_size, width),

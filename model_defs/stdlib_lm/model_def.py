@@ -30,7 +30,7 @@ class StdlibLmTrial(DeepSpeedTrial):
             ),
             num_stages=hparams["num_stages"],
             loss_fn=next_character_loss,
-            partition_method="type:Block",  # equally many transformer blocks on every stage
+            partition_method="type:Block",  # the same number of transformer blocks on every stage
         )
         engine, _, _, _ = deepspeed.initialize(
             model=model,

@@ -69,14 +69,8 @@ def test_loop_overhead_table_has_row_per_loop(tmp_path: Path, num_ranks: int, ga
 
 
 @pytest.mark.process
-def test_loop_overhead_rejects_zero_batches(tmp_path: Path) -> None:
-    finished = run_benchmark("--batches", "0", cwd=tmp_path)
+@pytest.mark.parametrize(("option", "number", "least"), [("--batches", 0, "1"), ("--report-every", 3, "4")])
+def test_loop_overhead_rejects_too_small_number(tmp_path: Path, option: str, number: int, least: str) -> None:
+    finished = run_benchmark(option, str(number), cwd=tmp_path)
     assert finished.returncode == 2
-    assert "--batches is 0; expected at least 1" in finished.stderr
-
-
-@pytest.mark.process
-def test_loop_overhead_rejects_report_period_below_4(tmp_path: Path) -> None:
-    finished = run_benchmark("--report-every", "3", cwd=tmp_path)
-    assert finished.returncode == 2
-    assert "--report-every is 3; expected at least 4" in finished.stderr
+    assert f"{option} is {number}; expected at least {least}" in finished.stderr

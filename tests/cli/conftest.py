@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dstrial.local.run_directory import RunDirectory
 from dstrial.testing.master import MasterForTest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -20,6 +21,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict:
     from checkpoint_maker import make_checkpoints
 
     return make_checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "runs", name="t", context_dir=tmp_path, command=["t"], config={})
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ def flip_a_bit(path: Path) -> None:
 def test_verify_accepts_saved_checkpoint(checkpoints: Any, dstrial_command: Command, case: str) -> None:
     exit_code, out, err = dstrial_command("checkpoint", "verify", checkpoints[case].latest)
     assert (exit_code, err) == (0, "")
-    assert out.startswith(f"{checkpoints[case].latest} is whole: ")
+    assert out.startswith(f"{checkpoints[case].latest} is intact: ")
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_verify_names_damaged_file(
     exit_code, out, _ = dstrial_command("checkpoint", "verify", checkpoint_copy)
     assert exit_code == 1
     assert f"{OPTIMIZER_FILE} is {kind}: " in out
-    assert "is not whole: 1 fault in " in out
+    assert "is damaged: 1 fault in " in out
 
 
 def test_verify_json_lists_all_faults(checkpoint_copy: Path, dstrial_command: Command) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dstrial.cli import display
-from dstrial.cli.display import BarDisplay, Display, progress_line, search_summary, summary
+from dstrial.cli.display import BarDisplay, Display, best_stored, progress_line, search_summary, summary
 from dstrial.cli.follow import Verdict
 from dstrial.cli.streams import LossTolerantStream
 from dstrial.config.experiment_config.config import ExperimentConfig, load_experiment
@@ -86,15 +86,11 @@ def summary_of(
             view,
             metric="accuracy",
             smaller_is_better=False,
+            best=best_stored(run_directory, "accuracy", smaller_is_better=False),
             steps_before=steps_before,
             resume_command=["dstrial", "run", "my exp.yaml", "--resume", "latest"],
         )
     )
-
-
-@pytest.fixture
-def run_directory(tmp_path: Path) -> RunDirectory:
-    return RunDirectory.create(tmp_path, name="t", context_dir=tmp_path, command=["t"], config={})
 
 
 def add_checkpoint(run_directory: RunDirectory, steps_completed: int) -> Path:
@@ -140,7 +136,7 @@ def test_summary_shows_telemetry_unless_it_is_damaged(
     totals.add([sample], 72)
     write_json_atomically(run_directory.telemetry_path, totals.to_json(None))
     text = summary_of(run_directory, COMPLETED, RunView(10, 10))
-    assert "speed:         80 records/s; 100 ms a batch of 8 records (the first is left out)\n" in text
+    assert "speed:         80 records/s; 100 ms per batch of 8 records (without the first batch)\n" in text
     assert "step time:     data wait 10 %, forward 50 %, other 40 % (by host clock)\n" in text
     assert "compute:       FLOPs unknown: not counted\n" in text
 

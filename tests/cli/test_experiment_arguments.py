@@ -111,9 +111,7 @@ def test_resume_latest_skips_runs_without_checkpoint(tmp_path: Path) -> None:
     newest = create(tmp_path, 0)
     point = resolve("latest", tmp_path)
     assert point.run_directory == older
-    assert (
-        point.note == f"the newest run {newest.path} has no complete checkpoint; going on with {older.path}"
-    )
+    assert point.note == f"the newest run {newest.path} has no complete checkpoint; resuming {older.path}"
 
 
 def test_resume_accepts_run_or_checkpoint_directory(tmp_path: Path) -> None:

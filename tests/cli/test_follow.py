@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,11 +66,6 @@ def test_verdict_follows_ranks_status_and_signal(
 
 def test_verdict_names_first_failing_rank() -> None:
     assert judge(outcome(3, FAILURE), {}).reason == "rank 1 failed first (exit code 3, host here)"
-
-
-@pytest.fixture
-def run_directory(tmp_path: Path) -> RunDirectory:
-    return RunDirectory.create(tmp_path, name="t", context_dir=tmp_path, command=["t"], config={})
 
 
 COMPLETED = Verdict(RunState.COMPLETED, 0)

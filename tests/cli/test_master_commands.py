@@ -117,7 +117,7 @@ def test_up_logs_in_det_for_owner_only(master: MasterForTest) -> None:
 def test_up_keeps_login_of_other_master(master: MasterForTest, other_master_login: str) -> None:
     told = master.dstrial("up", "--slots", "7", "--no-password")
     assert told.returncode == 0
-    assert "--slots 7, --no-password changes nothing while it runs" in told.stderr
+    assert "--slots 7, --no-password changes nothing while the master runs" in told.stderr
     assert f"det is logged in to another master at {other_master_login}; that is left as it is" in told.stderr
     assert auth_entries(master)[other_master_login]["tokens"] == {"me": "of another master"}
     assert f"not logged in at {other_master_login}" in told.stdout

@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import warm_start
+from waiting import wait_for
 
 from dstrial.cli.submit import Submission
 from dstrial.local.checkpoint_directory import list_checkpoints
@@ -207,8 +206,14 @@ class TestScripts:
         submission = Submission.read(run_directory)
         assert submission is not None
         assert kill.group(1) == str(submission.experiment_id)
-        view = wait_until_settled(shared_master, submission.experiment_id)
-        assert view.state == "PAUSED"
+
+        def view() -> ExperimentView:
+            found = experiment_view(shared_master.state, submission.experiment_id)
+            assert found is not None
+            return found
+
+        wait_for(lambda: view().is_settled, deadline_s=DEADLINE_S)
+        assert view().state == "PAUSED"
         assert len(list_checkpoints(run_directory.checkpoints_path)) == 1
         ended = project.run("--resume", "latest")
         assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -236,7 +241,7 @@ class TestScripts:
                 output = process.stdout.read()
                 assert process.wait(DEADLINE_S) == 1
             assert re.search(
-                r"master: +has ended; experiment 1 goes on at the next `(\S*/)?dstrial up`", output
+                r"master: +has ended; experiment 1 continues after the next `(\S*/)?dstrial up`", output
             )
             master.up()
             command = project.command("--resume", "latest")
@@ -312,17 +317,6 @@ class TestScripts:
         assert RunDirectory(own).read_record().num_attempts == 1
 
 
-def wait_until_settled(master: MasterForTest, experiment_id: int) -> ExperimentView:
-    give_up_at_s = time.monotonic() + DEADLINE_S
-    while True:
-        view = experiment_view(master.state, experiment_id)
-        assert view is not None
-        if view.is_settled:
-            return view
-        assert time.monotonic() < give_up_at_s, view
-        time.sleep(0.1)
-
-
 @contextlib.contextmanager
 def started(
     project: Project,
@@ -356,17 +350,6 @@ def run_and_signal(
     finally:
         process.kill()
         process.wait()
-
-
-def _read_until_closed(descriptor: int) -> Iterator[bytes]:
-    while True:
-        try:
-            chunk = os.read(descriptor, 4096)
-        except OSError:
-            return
-        if not chunk:
-            return
-        yield chunk
 
 
 TRIAL = """

@@ -57,13 +57,6 @@ def request_of(
     )
 
 
-@pytest.fixture
-def run_directory(tmp_path: Path) -> RunDirectory:
-    return RunDirectory.create(
-        tmp_path / "runs", name="x", context_dir=tmp_path, command=["dstrial"], config={}
-    )
-
-
 @pytest.mark.parametrize(
     ("entrypoint", "submitted"),
     [

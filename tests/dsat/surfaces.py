@@ -25,7 +25,7 @@ from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.predictor.inputs import PredictInputs
 from dstrial.dsat.report import SearchFacts
 from dstrial.dsat.space import Space
-from dstrial.search.random_state import SearchRandom
+from dstrial.search.sampling import SearchRandom
 
 BASE = {
     "train_batch_size": 256,

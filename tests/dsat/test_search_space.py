@@ -19,7 +19,7 @@ from dstrial.dsat.core.candidate import BatchSizeGrid, BatchSplit, layered
 from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.space import Space, Structure
 from dstrial.errors import ConfigError
-from dstrial.search.random_state import SearchRandom
+from dstrial.search.sampling import SearchRandom
 
 ZERO = "zero_optimization"
 

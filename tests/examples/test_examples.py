@@ -111,12 +111,6 @@ def test_every_model_definition_has_config() -> None:
     }
 
 
-@pytest.mark.process
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
-def test_shipped_config_passes_check(config: Path, tmp_path: Path) -> None:
-    dstrial("check", str(config), str(context_dir_of(config)), runs_dir=tmp_path)
-
-
 @pytest.mark.ranks
 @pytest.mark.usefixtures("_master")
 @pytest.mark.parametrize(

@@ -1,15 +1,72 @@
-"""On one GPU: host memory, CUDA contexts, device sharing and the master."""
+"""On one GPU: synchronisation, resuming, telemetry, sharing of the device, the master."""
 
 import json
 import time
 
 import pytest
+import torch
 import yaml
+from deepspeed.accelerator import get_accelerator
 from programs import ROOT, environment, launch, needs_cuda, reports, run
+from waiting import wait_for
 
+from dstrial.telemetry.instruments import timed_events
+from dstrial.telemetry.memory import memory_now
+from dstrial.telemetry.phase_timer import PhaseTimer
 from dstrial.testing.master import master_for_test
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
+
+# name -> (ZeRO stage, sections of the DeepSpeed config)
+CONFIGURATIONS = {
+    "fp32 zero 0": (0, {}),
+    "bf16 zero 1": (1, {"bf16": {"enabled": True}}),
+    "bf16 zero 2": (2, {"bf16": {"enabled": True}}),
+    "fp16 zero 2": (2, {"fp16": {"enabled": True, "initial_scale_power": 8}}),
+    # Last: ZeRO 3 replaces torch.nn.functional.linear permanently.
+    "bf16 zero 3": (3, {"bf16": {"enabled": True}}),
+}
+
+
+def test_training_loop_avoids_device_sync_between_reports(tmp_path):
+    """40 batches run in CUDA's sync debug mode, without DeepSpeed's forward to step."""
+    printed = run("sync_program.py", tmp_path=tmp_path, timeout_s=200)
+    assert "40 batches without a synchronisation, 40 copies of pinned records" in printed
+
+
+def test_resume_on_device_reports_equal_uninterrupted_run(tmp_path):
+    printed = run("resume_program.py", repr(CONFIGURATIONS), tmp_path=tmp_path, timeout_s=200)
+    assert [f"{name}: resumed reports are equal" in printed for name in CONFIGURATIONS] == [True] * 5, printed
+
+
+def test_device_events_time_phases_without_sync():
+    timer = PhaseTimer(timed_events(get_accelerator()))
+    assert timer.clock_name == "device events"
+    matrix = torch.randn(2048, 2048, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        timer.switch(True)
+        for _ in range(8):
+            timer.run("forward", timer, lambda: matrix @ matrix)
+            timer.stepped(timer)
+        early = timer.take()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    late = timer.take()
+
+    assert early or late
+    assert all(0 < found["forward"] < 1 for found in (early, late) if found)
+
+
+def test_memory_now_reports_allocator_and_process_memory():
+    kept = torch.empty(2**20, device="cuda")
+    found = memory_now(get_accelerator())
+
+    assert found["device_memory_bytes"] >= kept.nbytes
+    assert found["device_reserved_memory_bytes"] >= found["device_peak_memory_bytes"] > 0
+    assert found["process_memory_bytes"] > 0
 
 
 @pytest.mark.parametrize("check", ["contexts", "registrations", "ordering"])
@@ -47,10 +104,7 @@ def test_killed_rank_releases_device_memory(tmp_path):
         assert status == 137, (status, printed)
         assert "took 4096 MiB" in printed
         assert "SIGKILL" in printed
-        give_up_at_s = time.monotonic() + 30
-        while used_mib() > before + 256:
-            assert time.monotonic() < give_up_at_s, f"{before} MiB before, {used_mib()} MiB after"
-            time.sleep(0.1)
+        wait_for(lambda: used_mib() <= before + 256, f"more than {before} + 256 MiB are used", deadline_s=30)
     finally:
         pynvml.nvmlShutdown()
 

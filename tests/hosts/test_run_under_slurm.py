@@ -149,7 +149,7 @@ def test_job_without_checkpoint_is_not_requeued(cluster: SlurmCluster, place: Pa
     cluster.run("scancel", "--signal=USR1", "--batch", str(run.job_id))
     code, text = run.end()
     assert code == 1
-    assert "has stored no checkpoint: ask for more time" in text, text
+    assert "has saved no checkpoint: ask for more time" in text, text
     assert "queued again" not in text
 
 

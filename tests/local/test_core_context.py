@@ -17,11 +17,6 @@ from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import RunDirectory
 
 
-@pytest.fixture
-def run_directory(tmp_path: Path) -> RunDirectory:
-    return RunDirectory.create(tmp_path, name="t", context_dir=tmp_path, command=["t"], config={})
-
-
 def local_context(run_directory: RunDirectory | Path, max_length: Any = None) -> LocalContext:
     searcher = {"metric": "loss", "max_length": max_length}
     return init(run_directory, {"searcher": searcher}, distributed=core.DummyDistributedContext())

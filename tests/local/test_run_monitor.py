@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 
 from dstrial.local.json_files import append_json_line, write_json_atomically
 from dstrial.local.run_directory import RunDirectory
 from dstrial.local.run_monitor import Report, RunMonitor, RunView, named_metric, read_validations
-
-
-@pytest.fixture
-def run_directory(tmp_path: Path) -> RunDirectory:
-    return RunDirectory.create(tmp_path, name="t", context_dir=tmp_path, command=["t"], config={})
 
 
 def report(run_directory: RunDirectory, group: str, steps: int, metrics: dict[str, float], time: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,6 @@ from dstrial.errors import RankError, TrialContractError
 from dstrial.local.json_files import read_json, read_json_lines
 from dstrial.local.run_directory import RunDirectory
 from dstrial.local.train_context import PROGRESS_PERIOD_S, LocalTrainContext, repair_reports
-
-
-@pytest.fixture
-def run_directory(tmp_path: Path) -> RunDirectory:
-    return RunDirectory.create(tmp_path, name="t", context_dir=tmp_path, command=["t"], config={})
 
 
 def opened(run_directory: RunDirectory, **options: Any) -> LocalTrainContext:

@@ -64,7 +64,7 @@ def test_unreachable_server_warns_and_training_continues(tmp_path: Path, closed_
     (offline,) = warnings(output, "wandb")
     assert "logger wandb: the server cannot be used (" in offline
     assert (
-        "so the run is kept on disk and nothing is shown online; training goes on. Send it later: wandb"
+        "so the run is stored on disk and not shown online; training continues. Upload it later: wandb"
         in offline
     )
     kept = [one for one in stores.read("wandb", tmp_path / "disk" / "run" / "wandb") if one["rows"]]
@@ -72,8 +72,8 @@ def test_unreachable_server_warns_and_training_continues(tmp_path: Path, closed_
         [(1, 0.5), (3000, 0.25)]
     ]
     begin, lost = warnings(output, "mlflow")
-    assert "logger mlflow: it cannot begin: MlflowException" in begin
-    assert "Nothing of this run is kept there; training goes on." in begin
+    assert "logger mlflow: it cannot start: MlflowException" in begin
+    assert "No report of this run is stored there; training continues." in begin
     assert lost == "WARNING: logger mlflow: 2 of 2 reports are lost"
 
 
@@ -83,7 +83,7 @@ def test_hanging_server_is_abandoned_and_losses_counted(tmp_path: Path) -> None:
             tmp_path, "plain", 2, {"mlflow": {"tracking_uri": f"http://127.0.0.1:{server.getsockname()[1]}"}}
         )
     late, left, lost = warnings(output, "mlflow")
-    assert "logger mlflow: it has not begun yet; training goes on, and reports wait" in late
+    assert "logger mlflow: it has not started yet; training continues, and reports are queued" in late
     assert "it has not ended and is left behind" in left
     assert "2 of 2 reports are lost" in lost
 
@@ -109,7 +109,7 @@ def test_concurrent_processes_share_new_mlflow_database(tmp_path: Path) -> None:
 def test_odd_names_and_numbers_are_stored(tmp_path: Path) -> None:
     """W&B stores them unchanged; MLflow replaces what its names and SQL do not accept."""
     output = run(tmp_path, "odd", 300, {"wandb": {"mode": "offline"}, "mlflow": {}})
-    assert output.count("loggers are not told of text: not a number") == 1
+    assert output.count("metrics that are not numbers are not logged: text") == 1
     assert "are lost" not in output
 
     (kept,) = stores.read("wandb", tmp_path / "disk" / "run" / "wandb")

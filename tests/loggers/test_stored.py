@@ -5,13 +5,13 @@ from __future__ import annotations
 import collections
 import json
 import math
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import stores
 from small_runs import DEFINITIONS, Run, deepspeed_config, experiment, train
+from waiting import wait_for
 
 from dstrial.config.secrets import MASK
 from dstrial.testing.master import MasterForTest
@@ -84,7 +84,7 @@ def test_loggers_match_record_after_kill_and_resume(tmp_path: Path) -> None:
     again = train(tmp_path, "DataParallelTrial", config_of(), ranks=2, run=first, env=env)
     assert again.returncode == 0, again.output
     assert "resumed from checkpoint" in again.output
-    assert again.output.count("there is no WANDB_API_KEY, so the run is kept on disk") == 1
+    assert again.output.count("there is no WANDB_API_KEY, so the run is stored on disk") == 1
 
     expected, final = recorded(again), recorded(again, with_superseded=False)
     assert {step for step, _, _ in final} == {2, 4, 6, 8, 10, 12, 14, 16}
@@ -159,13 +159,9 @@ def test_trial_restart_keeps_logged_run_unlike_fork(shared_master: MasterForTest
         created = shared_master.det("experiment", *arguments)
         assert created.returncode == 0, created.stdout + created.stderr
         experiment_id = int(created.stdout.split("Created experiment ")[1].split()[0])
-        give_up_at_s = time.monotonic() + 300
-        while not client.get(f"/api/v1/experiments/{experiment_id}")["experiment"]["state"].endswith(
-            "COMPLETED"
-        ):
-            assert time.monotonic() < give_up_at_s
-            time.sleep(0.2)
-        (trial,) = client.get(f"/api/v1/experiments/{experiment_id}/trials")["trials"]
+        experiment = f"/api/v1/experiments/{experiment_id}"
+        wait_for(lambda: client.get(experiment)["experiment"]["state"].endswith("COMPLETED"), deadline_s=300)
+        (trial,) = client.get(f"{experiment}/trials")["trials"]
         return dict(trial)
 
     crashed = trial_of("create", str(path), str(DEFINITIONS))

@@ -31,8 +31,8 @@ def test_training_continues_without_logger_package(caplog: pytest.LogCaptureFixt
     assert sorted(outcome.rows("training")) == [2, 4]
     said = [record.getMessage() for record in caplog.records if record.name == "dstrial.loggers"]
     assert said == [
-        "logger mlflow: it cannot begin: mlflow is not installed. Run: pip install 'DSTRIAL_CHECKOUT_OR_WHEEL[mlflow]'. "
-        "Nothing of this run is kept there; training goes on.",
+        "logger mlflow: it cannot start: mlflow is not installed. Run: pip install 'DSTRIAL_CHECKOUT_OR_WHEEL[mlflow]'. "
+        "No report of this run is stored there; training continues.",
         # Two training reports with telemetry each, and one validation report.
         "logger mlflow: 5 of 5 reports are lost",
     ]

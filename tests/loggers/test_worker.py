@@ -6,13 +6,13 @@ import logging
 import random
 import re
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from waiting import wait_for
 
 from dstrial.loggers import run_loggers
 from dstrial.loggers.logger import FinalState, LoggedRun, Report
@@ -55,13 +55,6 @@ class FakeLogger:
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    give_up_at_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < give_up_at_s
-        time.sleep(0.005)
 
 
 def test_reports_arrive_in_order_on_logger_thread() -> None:
@@ -110,7 +103,7 @@ def test_failing_logger_warns_once_and_counts_losses(caplog: pytest.LogCaptureFi
     lost = 3 - len(bad.rows)
     first, last = warnings(caplog)
     assert re.fullmatch(
-        r"logger mlflow: reports from batch \d on are lost: OSError: \[Errno 28\] No space left on device; training goes on",
+        r"logger mlflow: reports from batch \d on are lost: OSError: \[Errno 28\] No space left on device; training continues",
         first,
     )
     assert last == f"logger mlflow: {lost} of 3 reports are lost"
@@ -129,8 +122,8 @@ def test_logger_begin_failure_loses_all_reports(caplog: pytest.LogCaptureFixture
     assert bad.rows == []
     assert bad.states == []
     assert warnings(caplog) == [
-        "logger wandb: it cannot begin: wandb is not installed. Run: pip install 'DSTRIAL_CHECKOUT_OR_WHEEL[wandb]'. "
-        "Nothing of this run is kept there; training goes on.",
+        "logger wandb: it cannot start: wandb is not installed. Run: pip install 'DSTRIAL_CHECKOUT_OR_WHEEL[wandb]'. "
+        "No report of this run is stored there; training continues.",
         "logger wandb: 2 of 2 reports are lost",
     ]
 
@@ -154,9 +147,9 @@ def test_hanging_logger_blocks_neither_training_nor_others(caplog: pytest.LogCap
             loggers.begin(RUN)
             for batch in range(1, 2501):  # exceeds the queue's capacity
                 loggers.report("training", batch, {"loss": 1.0})
-                wait_until(lambda batch=batch: len(good.rows) > batch - 500)
-            wait_until(lambda: len(good.rows) == 2500)
-        wait_until(lambda: good.states == ["completed"])
+                wait_for(lambda batch=batch: len(good.rows) > batch - 500)
+            wait_for(lambda: len(good.rows) == 2500)
+        wait_for(lambda: good.states == ["completed"])
         assert [text for text in warnings(caplog) if "logger mlflow" in text] == [
             "logger mlflow: it has not ended and is left behind",
             "logger mlflow: 2500 of 2500 reports are lost",
@@ -175,7 +168,7 @@ def test_slow_logger_receives_queued_reports(caplog: pytest.LogCaptureFixture) -
         may_begin.set()
     assert late.rows == [("training", 1, {"loss": 1.0})]
     (warning,) = warnings(caplog)
-    assert "logger wandb: it has not begun yet; training goes on" in warning
+    assert "logger wandb: it has not started yet; training continues" in warning
 
 
 def test_logger_begin_preserves_random_state() -> None:

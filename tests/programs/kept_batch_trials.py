@@ -76,23 +76,6 @@ class Paced(Noted):
             time.sleep(self.hparams["pace_s"][self.context.distributed.get_size() - 1])
 
 
-class Collecting(Noted):
-    """Counts and sums the trained record numbers in a metric reducer."""
-
-    def __init__(self, context):
-        super().__init__(context)
-        self.numbers = context.wrap_reducer(self.count, for_validation=False)
-
-    @staticmethod
-    def count(numbers):
-        return {"num_records": len(numbers), "sum_of_numbers": sum(numbers)}
-
-    def note(self, batch_idx, features):
-        super().note(batch_idx, features)
-        for number in features[:, 7].tolist():
-            self.numbers.update(number)
-
-
 class OwnConfig(Noted):
     """Builds the DeepSpeed config in code; the hyperparameters contain none."""
 

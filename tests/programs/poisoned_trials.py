@@ -1,7 +1,7 @@
-"""Trials whose loss, gradients or weights become NaN at a configured batch."""
+"""Trials whose loss or gradients become NaN at a configured batch."""
 
 import torch
-from small_trials import DataParallelTrial, PipelineTrial
+from small_trials import DataParallelTrial
 
 
 class NotANumber(torch.autograd.Function):
@@ -68,14 +68,3 @@ class Skipping(Poisoned):
         self.model_engine.backward(loss)
         self.model_engine.step()
         return {"loss": loss}
-
-
-class PoisonedPipeline(PipelineTrial):
-    """The weights of the last stage become NaN before the batch ``nan_from``."""
-
-    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
-        if batch_idx == self.hparams["nan_from"] and self.model_engine.is_last_stage():
-            with torch.no_grad():
-                for parameter in self.model_engine.module.parameters():
-                    parameter.fill_(float("nan"))
-        return super().train_batch(dataloader_iter, epoch_idx, batch_idx)

@@ -17,7 +17,7 @@ from dstrial.config.schema import SEARCHERS
 from dstrial.errors import SearchError
 from dstrial.search import Create, ExitReason, Searcher, Shutdown, Stop, preview
 from dstrial.search.halving import brackets
-from dstrial.search.random_state import SearchRandom
+from dstrial.search.sampling import SearchRandom
 from dstrial.search.searcher import METHODS
 
 SPACE = {

@@ -350,7 +350,7 @@ def test_verify_compares_manifest_with_master_registration(
     foreign.remake(copied)
     code, output = verified(copied)
     assert code == 1, output
-    assert "is whole" in output
+    assert "is intact" in output
     assert "manifest changed since the master" in output, output
 
     other = shutil.copytree(copied, tmp_path / "other")

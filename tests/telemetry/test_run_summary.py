@@ -32,11 +32,14 @@ def document(**changes: Any) -> dict[str, Any]:
 
 def test_summary_shows_known_values_with_sources() -> None:
     assert summary_rows(document()) == [
-        ("speed", "320 records/s, 163,840 tokens/s; 100 ms a batch of 32 records (the first is left out)"),
+        (
+            "speed",
+            "320 records/s, 163,840 tokens/s; 100 ms per batch of 32 records (without the first batch)",
+        ),
         ("step time", "data wait 5 %, forward 30 %, backward 40 %, step 20 %, other 5 % (by host clock)"),
         (
             "compute",
-            "300 TFLOPS a device, counted in the first batch; MFU 50 % of 600 TFLOPS (data sheet); 360 TFLOPS with "
+            "300 TFLOPS per device, FLOPs counted in the first batch; MFU 50 % of 600 TFLOPS (data sheet); 360 TFLOPS with "
             "recomputation",
         ),
         ("memory", "process, peak 512 MiB"),
@@ -72,7 +75,7 @@ def test_small_models_have_small_units() -> None:
     flops = {"model_tflops_per_device": 4.2e-6, "hardware_tflops_per_device": 4.2e-6}
     rows = dict(summary_rows(document(**flops, mfu=None)))
 
-    assert rows["compute"] == "4.2 MFLOPS a device, counted in the first batch"
+    assert rows["compute"] == "4.2 MFLOPS per device, FLOPs counted in the first batch"
 
 
 def test_summary_is_empty_without_measured_batches() -> None:

@@ -68,7 +68,7 @@ def _check_commands(run, bucket, tmp_path):
     newest = max(
         run.directory.checkpoints_path.glob("*/COMPLETE"), key=lambda path: path.stat().st_mtime
     ).parent
-    assert "is whole" in dstrial("checkpoint", "verify", run.directory.path)
+    assert "is intact" in dstrial("checkpoint", "verify", run.directory.path)
     assert "verified" in dstrial("checkpoint", "download", newest, "-o", tmp_path / "copy")
     assert (tmp_path / "copy" / "dstrial_rank1.pt").is_file()
     resumed = {"DSTRIAL_RESUME": newest.name}
@@ -105,4 +105,4 @@ def test_run_resumes_from_directory_storage(tmp_path):
     assert files.name == record.name
     assert (files / "dstrial_rank1.pt").is_file()
     assert not (record / "dstrial_rank1.pt").exists()
-    assert f"{files} is whole" in dstrial("checkpoint", "verify", resumed.directory.path)
+    assert f"{files} is intact" in dstrial("checkpoint", "verify", resumed.directory.path)

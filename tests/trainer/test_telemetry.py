@@ -115,7 +115,9 @@ def test_failed_telemetry_write_does_not_end_training(caplog):
     assert outcome.result.is_complete
     assert sorted(outcome.rows("training")) == [2, 4, 6, 8]
     assert sorted(outcome.rows("telemetry")) == [2, 6, 8]
-    warnings = [record.message for record in caplog.records if "tells of itself" in record.message]
+    warnings = [
+        record.message for record in caplog.records if "telemetry could not be written" in record.message
+    ]
     assert len(warnings) == 1
     assert "No space left" in warnings[0]
 

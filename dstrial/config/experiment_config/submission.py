@@ -116,11 +116,7 @@ def check_submission(
         exceeds.append(_check_slots(raw, defaults, num_slots, resumed, findings))
 
     if isinstance(document.value, dict):
-        below: dict[str, Any] = {"checkpoint_storage": defaults.checkpoint_storage}
-        if defaults.environment_variables:
-            below["environment"] = {"environment_variables": [*defaults.environment_variables]}
-        for one in (template or {}, below):
-            document.value.update(merge_template(one, document.value))
+        _add_missing_values(document.value, template, defaults)
     searcher = _strip_searcher(document.value) if is_detached else {}
     experiment = check_experiment(
         document,
@@ -141,6 +137,17 @@ def check_submission(
         exceeds_slots=any(exceeds),
         template=template,
     )
+
+
+def _add_missing_values(
+    config: dict[str, Any], template: Mapping[str, Any] | None, defaults: MasterDefaults
+) -> None:
+    """Add values that the config lacks, of the template before those of the master."""
+    of_master: dict[str, Any] = {"checkpoint_storage": defaults.checkpoint_storage}
+    if defaults.environment_variables:
+        of_master["environment"] = {"environment_variables": [*defaults.environment_variables]}
+    for values in (template or {}, of_master):
+        config.update(merge_template(values, config))
 
 
 def _check_slots(

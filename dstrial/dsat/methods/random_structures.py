@@ -19,7 +19,7 @@ from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, s
 from dstrial.dsat.methods.base import NEED_SMALLEST, Action, Finish, Measure, MethodOptions, Observation
 from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.space import KNOBS, Space, Structure
-from dstrial.search.random_state import SearchRandom
+from dstrial.search.sampling import SearchRandom
 
 _MAX_SKIPPED = 2000  # number of skipped candidates in a row after which a search waits or ends
 _GROWING = {knob.path for knob in KNOBS if knob.grows_memory}  # keys of which larger values need more memory
