@@ -1,4 +1,4 @@
-"""Routes for experiments: submit, list, show, change, continue."""
+"""Routes for experiments: submit, list, show, change, continue, pause, kill, delete."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import dataclasses
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from determined.common.api import bindings
 
@@ -24,16 +24,18 @@ from dstrial.config.experiment_config.submission import (
     check_submission,
     continued_config,
     read_override,
+    search_section,
 )
 from dstrial.config.merge import merge_template
 from dstrial.config.secrets import MASK, masked, masked_yaml, unmasked_yaml
 from dstrial.errors import ConfigError, ConfigProblem, RequestError
 from dstrial.master.backends.model_definition import pack, unpack
 from dstrial.master.clock import format_us, now_us
+from dstrial.master.http.access import require_owner
 from dstrial.master.http.fields import Fields
 from dstrial.master.http.fields import shown as shown_text
 from dstrial.master.http.responses import Page, message
-from dstrial.master.http.router import TRIAL, USER, ApiRequest, reads, route, writes
+from dstrial.master.http.router import TRIAL, USER, ApiRequest, Handler, reads, route, writes
 from dstrial.master.http.serializers import as_data, experiment_json, stored_states
 from dstrial.master.lifecycle import detached_runs, experiments, resume
 from dstrial.master.scheduler.resource_requests import refuse_unsatisfiable, request_of_config
@@ -44,8 +46,12 @@ from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.views import listings
 from dstrial.resume.metadata import SavedRun
+from dstrial.search import PreviewedTrials, preview
 
 _MAX_SUBMISSION_BYTES = 130 * 2**20
+_MAX_LOG_DAYS = 32767  # longest log retention, a smallint in Determined's database
+
+Action: TypeAlias = "Callable[[Transaction, int], Any]"  # changes the experiment that has the id
 
 
 def checked(
@@ -493,6 +499,61 @@ def best_searcher_validation_metric(connection: Connection, request: ApiRequest)
     return {"metric": row.best_metric}
 
 
+@writes
+def move(tx: Transaction, request: ApiRequest) -> None:
+    target = request.body().required_integer("destinationProjectId")
+    experiments.move(tx, request.path_params["experiment_id"], target)
+
+
+@writes
+def retain_logs(tx: Transaction, request: ApiRequest) -> None:
+    days = request.body().required_integer("numDays", -1, _MAX_LOG_DAYS)
+    experiments.patch(tx, request.path_params["experiment_id"], log_retention_days=days)
+
+
+def _handler_of(action: Action, *, needs_owner: bool = False) -> Handler:
+    @writes
+    def handle(tx: Transaction, request: ApiRequest) -> None:
+        experiment_id = request.path_params["experiment_id"]
+        row = experiment_rows.require(tx.connection, experiment_id)
+        if needs_owner:
+            require_owner(request.user, row.owner_id, f"experiment {experiment_id}")
+        action(tx, experiment_id)
+
+    return handle
+
+
+async def preview_search(request: ApiRequest) -> dict[str, Any]:
+    body = request.body()
+    config = body.mapping("config")
+    if config is None:
+        raise body.wrong("config", "an experiment config")
+    summary = await request.services.check(lambda: preview(search_section(config)))
+    return message(
+        bindings.v1PreviewHPSearchResponse,
+        summary=message(
+            bindings.v1SearchSummary,
+            config=masked(summary.config, request.services.secret_names),
+            trials=[_previewed_trials_json(trials) for trials in summary.trials],
+        ),
+    )
+
+
+def _previewed_trials_json(trials: PreviewedTrials) -> dict[str, Any]:
+    unit = message(
+        bindings.v1SearchUnit, maxLength=trials.value is None, name=trials.unit, value=trials.value
+    )
+    return message(bindings.v1TrialSummary, count=trials.count, unit=unit)
+
+
+_ACTIONS: dict[str, Action] = {
+    "pause": experiments.pause,
+    "activate": experiments.activate,
+    "cancel": experiments.cancel,
+    "kill": experiments.kill,
+    "archive": experiments.archive,
+    "unarchive": experiments.unarchive,
+}
 _ONE = "/experiments/{experiment_id:int}"
 routes = [
     route("POST", "/experiments", create_experiment, access=USER, max_body_bytes=_MAX_SUBMISSION_BYTES),
@@ -509,4 +570,15 @@ routes = [
         best_searcher_validation_metric,
         access=TRIAL,
     ),
+    *(route("POST", f"{_ONE}/{verb}", _handler_of(action), access=USER) for verb, action in _ACTIONS.items()),
+    route("POST", f"{_ONE}/move", move, access=USER),
+    route("PUT", f"{_ONE}/retain_logs", retain_logs, access=USER),
+    route("DELETE", _ONE, _handler_of(experiments.delete, needs_owner=True), access=USER),
+    route(
+        "DELETE",
+        f"{_ONE}/tensorboard-files",
+        _handler_of(experiments.delete_tensorboard_files, needs_owner=True),
+        access=USER,
+    ),
+    route("POST", "/preview-hp-search", preview_search, access=USER),
 ]
