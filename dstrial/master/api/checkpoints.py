@@ -19,7 +19,7 @@ from dstrial import object_storage
 from dstrial.checkpoint.completion_marker import is_uuid
 from dstrial.config.secrets import unmasked
 from dstrial.errors import CheckpointError, RequestError
-from dstrial.master.api.trials import report_json, report_time_us
+from dstrial.master.api.trials import report_json, report_time_us, require_trial_of_task
 from dstrial.master.backends.environment import user_variables
 from dstrial.master.clock import format_us
 from dstrial.master.http.responses import message
@@ -75,12 +75,9 @@ async def report_checkpoint(request: ApiRequest) -> dict[str, Any]:
         await _require_storage(request, task_id)
 
     def perform(tx: Transaction) -> None:
-        trial = trial_rows.of_task(tx.connection, task_id)
-        if trial is None:
-            raise RequestError(404, f"task {task_id[:80]!r} is not found; expected a trial's task.")
         trials.report_checkpoint(
             tx,
-            trial,
+            require_trial_of_task(tx.connection, task_id),
             uuid=uuid,
             allocation_id=allocation_id,
             state=state,
@@ -94,7 +91,7 @@ async def report_checkpoint(request: ApiRequest) -> dict[str, Any]:
 
 
 async def _require_storage(request: ApiRequest, task_id: str) -> None:
-    """Raise HTTP 409 if the trial's checkpoint storage is unavailable."""
+    """Raise HTTP 409 if the checkpoint storage of the task's trial is unavailable."""
 
     def read(connection: Connection) -> dict[str, Any] | None:
         trial = trial_rows.of_task(connection, task_id)
@@ -124,7 +121,7 @@ def show_checkpoint(connection: Connection, request: ApiRequest) -> dict[str, An
 
 
 async def patch_checkpoints(request: ApiRequest) -> dict[str, Any]:
-    """Store the file list (path -> bytes) of each checkpoint in the request."""
+    """Store which files each checkpoint in the request has, as path -> size in bytes."""
     changes: list[tuple[str, dict[str, int]]] = []
     for item in request.body().items_of("checkpoints") or []:
         if not isinstance(item, dict) or not isinstance(item.get("uuid"), str):
@@ -150,9 +147,10 @@ def delete_checkpoints(tx: Transaction, request: ApiRequest) -> None:
 
 @writes
 def remove_files(tx: Transaction, request: ApiRequest) -> None:
-    """Enqueue a job that deletes checkpoint files matching ``checkpointGlobs``.
+    """Enqueue a background job that deletes files of checkpoints.
 
-    Without patterns, the job only updates the stored file lists.
+    The job deletes files whose paths match a pattern of ``checkpointGlobs``. Without patterns, it only updates the stored
+    file lists from the storage.
     """
     globs = request.body().texts("checkpointGlobs") or []
     if any(pattern.startswith("/") or ".." in pattern.split("/") for pattern in globs):
@@ -191,7 +189,10 @@ def set_metadata(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 
 @reads
 def list_metrics(connection: Connection, request: ApiRequest) -> dict[str, Any]:
-    """Return the metric reports of the trials that use the checkpoint in the path."""
+    """Return the metric reports of trials that use a checkpoint.
+
+    A trial that starts from a checkpoint or evaluates it reports that to the master (``report_source``).
+    """
     uuid, group = request.path_params["checkpoint_uuid"], request.query("metricGroup") or None
     kind = request.query_choice("trialSourceInfoType", bindings.v1TrialSourceInfoType)
     checkpoint_rows.require_checkpoint(connection, uuid)
@@ -265,7 +266,10 @@ async def _archive(directory: Path, stack: contextlib.ExitStack) -> AsyncIterato
 
 @reads
 def preview_gc(connection: Connection, request: ApiRequest) -> dict[str, Any]:
-    """Return the checkpoints that the query's retention policy would delete."""
+    """Return an experiment's checkpoints that a retention policy would delete.
+
+    The policy is in the query: how many checkpoints to keep of the experiment's and of each trial's best, and of the latest.
+    """
     experiment = experiments.require(connection, request.path_params["experiment_id"])
     policy = checkpoint_gc.Policy(
         *(request.query_int(name) or 0 for name in ("saveExperimentBest", "saveTrialBest", "saveTrialLatest"))

@@ -1,4 +1,4 @@
-"""Routes for experiments: submit, list, show, change, continue, pause, kill, delete."""
+"""Routes for experiments: submit, list, show, change, continue, pause, delete."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from dstrial.config.experiment_config.submission import (
 from dstrial.config.merge import merge_template
 from dstrial.config.secrets import MASK, masked, masked_yaml, unmasked_yaml
 from dstrial.errors import ConfigError, ConfigProblem, RequestError
+from dstrial.master.api.trials import MAX_LOG_DAYS
 from dstrial.master.backends.model_definition import pack, unpack
 from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.access import require_owner
@@ -48,8 +49,7 @@ from dstrial.master.store.views import listings
 from dstrial.resume.metadata import SavedRun
 from dstrial.search import PreviewedTrials, preview
 
-_MAX_SUBMISSION_BYTES = 130 * 2**20
-_MAX_LOG_DAYS = 32767  # longest log retention, a smallint in Determined's database
+_MAX_SUBMISSION_BYTES = 130 * 2**20  # limit of a request with a config and files
 
 Action: TypeAlias = "Callable[[Transaction, int], Any]"  # changes the experiment that has the id
 
@@ -68,9 +68,16 @@ def checked(
 ) -> Submission:
     """Validate a YAML config and model definition; slow, so call it in a thread.
 
-    ``tgz`` is the model definition. ``resumed`` is the checkpoint from which the first trial starts. ``template`` supplies
-    missing keys. ``storage`` is the workspace's checkpoint storage. ``document`` is the parsed ``config``, and is modified in
-    place. ``active`` is the complete config of the experiment from which ``config`` is derived.
+    Args:
+        services: the master's services.
+        config: the experiment config, as YAML text.
+        tgz: the model definition, as tar.gz; may be empty.
+        resumed: the checkpoint from which the first trial starts.
+        template: supplies keys that the config lacks.
+        storage: the workspace's ``checkpoint_storage``, which supplies keys that the config lacks.
+        is_detached: whether a script of the user runs the trials, so that slots and interpreter do not matter.
+        document: the parsed ``config``, modified in place; None parses it here.
+        active: the complete config of an experiment to continue, from which ``config`` was made.
 
     Raises:
         ConfigError: the config is invalid; lists all problems.
@@ -149,7 +156,10 @@ async def shown(services: Services, experiment_id: int) -> dict[str, Any]:
 def _with_trials(
     connection: Connection, experiment_id: int
 ) -> tuple[listings.ListedExperiment, list[int], str | None]:
-    """Return an experiment, its trial ids, and the external id of its only trial."""
+    """Return an experiment's row, its trial ids, and its only trial's external id.
+
+    The external id is None if the experiment does not have exactly one trial.
+    """
     row = listings.get_experiment(connection, experiment_id)
     if row is None:
         experiment_rows.require(connection, experiment_id)
@@ -164,14 +174,14 @@ async def _to_json(services: Services, rows: Sequence[listings.ListedExperiment]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prepared:
-    """A validated submission and the data needed to store it."""
+    """A validated submission of an experiment, and what is needed to store it."""
 
     submission: Submission
     tgz: bytes  # model definition
     project: projects.ProjectInfo
     findings: Diagnostics  # collects problems of the config; empty at first
-    may_wait: bool  # accept the experiment although it requests more slots than exist now
-    shown_config: dict[str, Any]  # without secrets
+    may_wait: bool  # whether to accept the experiment although it requests more slots than exist now
+    shown_config: dict[str, Any]  # complete config with masked secrets
 
 
 def prepare(
@@ -253,7 +263,7 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
 async def create_detached(request: ApiRequest, body: Fields, external_id: str | None) -> dict[str, Any]:
     """Create an experiment whose trials a script runs, or find it by ``external_id``.
 
-    ``external_id`` is an id that the script chose, or None. Returns a v1CreateExperimentResponse.
+    ``external_id`` is an id that the script chose, or None. Returns the fields of ``v1CreateExperimentResponse``.
     """
     services = request.services
     config, project_id = body.text("config") or "", body.integer("projectId")
@@ -281,7 +291,10 @@ def _files(body: Fields) -> list[Any]:
 
 
 def _parse_with_template(config: str, template: Mapping[str, Any] | None) -> tuple[Document, dict[str, Any]]:
-    """Return a parsed config, and its values merged over the template's values."""
+    """Parse a YAML config; return it, and its values merged over the template's.
+
+    The values are empty if the config is not a mapping.
+    """
     document = read_yaml_text(config, LABEL)
     if not isinstance(document.value, dict):
         return document, {}
@@ -293,7 +306,7 @@ def _unmask_secrets(
     template: Mapping[str, Any] | None,
     parent: experiment_rows.Experiment | None = None,
 ) -> str:
-    """Restore a YAML config's masked secrets from its template or parent experiment."""
+    """Replace masks in a YAML config by secrets of its template or parent experiment."""
     if MASK not in config:
         return config
     sources: list[Any] = []
@@ -391,7 +404,10 @@ async def show_experiment(request: ApiRequest) -> dict[str, Any]:
 
 
 def _resumed_run(connection: Connection, experiment_id: int) -> SavedRun | None:
-    """Return the checkpoint from which an experiment's only trial resumes, or None."""
+    """Return the checkpoint from which an experiment's only trial would resume.
+
+    None if the trial has none, or if the experiment has several trials.
+    """
     trials = trial_rows.of_experiment(connection, experiment_id)
     return resume.of_trial(connection, trials[0]) if len(trials) == 1 else None
 
@@ -410,7 +426,10 @@ def _reject_project_change(connection: Connection, project_id: int, changes: Map
 def _prepare_continued(
     services: Services, experiment_id: int, override: str
 ) -> tuple[Submission | None, bool]:
-    """Validate a request to continue an experiment; return (submission, has changes)."""
+    """Validate a request to continue an experiment with the YAML changes ``override``.
+
+    Returns the new submission, None for a detached experiment, and whether ``override`` changes anything.
+    """
     with services.database.read() as connection:
         row = experiment_rows.require(connection, experiment_id)
         changes = read_override(override)
@@ -443,6 +462,7 @@ async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
     )
 
 
+# Key of ``checkpoint_storage`` -> the same field of the request.
 _POLICY = {
     "save_experiment_best": "saveExperimentBest",
     "save_trial_best": "saveTrialBest",
@@ -476,7 +496,7 @@ async def patch_experiment(request: ApiRequest) -> dict[str, Any]:
 
 @writes
 def change_label(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
-    """Add the label in the path to an experiment for PUT, or remove it for DELETE."""
+    """Add (PUT) or remove (DELETE) a label; return the experiment's labels."""
     experiment_id, label = request.path_params["experiment_id"], request.path_params["label"]
     labels = set(json.loads(experiment_rows.require(tx.connection, experiment_id).labels)) - {label}
     if request.route.method == "PUT":
@@ -507,7 +527,7 @@ def move(tx: Transaction, request: ApiRequest) -> None:
 
 @writes
 def retain_logs(tx: Transaction, request: ApiRequest) -> None:
-    days = request.body().required_integer("numDays", -1, _MAX_LOG_DAYS)
+    days = request.body().required_integer("numDays", -1, MAX_LOG_DAYS)
     experiments.patch(tx, request.path_params["experiment_id"], log_retention_days=days)
 
 

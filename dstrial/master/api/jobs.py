@@ -20,7 +20,7 @@ from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.experiments import Experiment
 
 _MAX_PRIORITY = 99
-_MAX_SHOWN_JOBS = 3
+_MAX_SHOWN_JOBS = 3  # Slurm or Ray jobs in the text of a queue entry
 
 
 Entry: TypeAlias = "jobs.QueuedExperiment | commands.CommandInfo"
@@ -38,7 +38,11 @@ def entries(connection: Connection) -> list[Entry]:
 
 
 def engine_jobs(services: Services, connection: Connection, entry: Entry) -> str:
-    """Return the states of a queue entry's Slurm or Ray jobs as " [...]"; "" if none."""
+    """Return text on the Slurm or Ray jobs of a queue entry, in brackets.
+
+    The text begins with a space, so that it can follow the entry's name. It is empty if there are no such
+    jobs.
+    """
     if services.engine is None:
         return ""
     keys: list[int] | list[str] = (
@@ -53,7 +57,10 @@ def engine_jobs(services: Services, connection: Connection, entry: Entry) -> str
 
 
 def _job_json(services: Services, entry: Entry, num_ahead: int, jobs_text: str) -> dict[str, Any]:
-    """Return a queue entry as ``v1Job``; ``jobs_text`` is appended to its name."""
+    """Return a queue entry as ``v1Job``, with ``jobs_text`` appended to its name.
+
+    ``num_ahead`` is the number of entries before it in the queue.
+    """
     own: dict[str, Any]  # the name is the only free-text column of ``det job list``
     if isinstance(entry, commands.CommandInfo):
         own = {

@@ -72,7 +72,10 @@ def _given(body: Fields, texts: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _workspace(connection: Connection, body: Fields) -> int | None:
-    """Return the id of the body's workspace or None; raise InvalidError if archived."""
+    """Return the id of the workspace that a request names, or None if it names none.
+
+    Raises InvalidError if the workspace is archived.
+    """
     name, number = body.text("workspaceName"), body.integer("workspaceId")
     if not name and not number:
         return None
@@ -166,7 +169,7 @@ def archive_model(tx: Transaction, request: ApiRequest) -> None:
 
 @writes
 def delete_model(tx: Transaction, request: ApiRequest) -> None:
-    """Delete a model and its versions but not their checkpoints."""
+    """Delete a model and its versions; the versions' checkpoints stay."""
     models.delete(tx, _own_model(tx.connection, request).id)
 
 

@@ -13,12 +13,13 @@ from dstrial.config.secrets import SecretNames, masked_json, unmasked
 from dstrial.errors import RequestError
 from dstrial.master.api.agents import device_json, devices_of
 from dstrial.master.api.commands import MAX_BODY_BYTES, checked
+from dstrial.master.api.logs import require_task
 from dstrial.master.backends.model_definition import pack
 from dstrial.master.clock import format_us
 from dstrial.master.http.fields import Fields
 from dstrial.master.http.responses import message
 from dstrial.master.http.router import TRIAL, USER, ApiRequest, reads, route, writes
-from dstrial.master.http.serializers import time_or_none
+from dstrial.master.http.serializers import proxy_ports, time_or_none
 from dstrial.master.lifecycle import commands as life
 from dstrial.master.services import Services
 from dstrial.master.store import commands, projects, tasks
@@ -32,7 +33,7 @@ _GENERIC = ("GENERIC",)
 
 
 def _ports(row: tasks.ActiveAllocation) -> list[dict[str, Any]]:
-    configured = (json.loads(row.config).get("environment") or {}).get("proxy_ports") or []
+    configured = proxy_ports(row.config)
     ports = [
         (one["proxy_port"], bool(one.get("proxy_tcp")), f"{row.task_id}:{one['proxy_port']}")
         for one in configured
@@ -104,16 +105,13 @@ def _allocation_json(row: Allocation) -> dict[str, Any]:
 
 
 def _submitted(row: commands.CommandInfo, names: SecretNames) -> str:
-    """Return a task's config as JSON with masked secrets."""
+    """Return the config submitted for a task, as JSON with masked secrets."""
     return masked_json(row.original_config or row.config, names)
 
 
 @reads
 def show_task(connection: Connection, request: ApiRequest) -> dict[str, Any]:
-    task_id = request.path_params["task_id"]
-    task = tasks.get(connection, task_id)
-    if task is None:
-        raise RequestError(404, f"task {task_id[:80]!r} does not exist; see `det task list`")
+    task = require_task(connection, request.path_params["task_id"])
     row = commands.get(connection, task.id)
     more: dict[str, Any] = {}
     if row is not None and row.kind == "GENERIC":
@@ -131,7 +129,7 @@ def show_task(connection: Connection, request: ApiRequest) -> dict[str, Any]:
             taskType=f"TASK_TYPE_{task.type}",
             startTime=format_us(task.start_us),
             endTime=time_or_none(task.end_us),
-            allocations=[_allocation_json(one) for one in tasks.allocations_of(connection, task_id)],
+            allocations=[_allocation_json(one) for one in tasks.allocations_of(connection, task.id)],
             **more,
         )
     }
@@ -183,7 +181,10 @@ async def _given_config(
 async def _context(
     request: ApiRequest, body: Fields, forked_from: str | None, parent_id: str | None
 ) -> bytes:
-    """Return a new task's files as tar.gz: uploaded, or copied from another task."""
+    """Return a new task's files as tar.gz, uploaded or copied.
+
+    Files are copied from the parent if the request says ``inheritContext``, else from the forked task.
+    """
     services = request.services
     files = [dict(file) for file in body.field_list("contextDirectory") or []]
     inherits = bool(body.flag("inheritContext"))
@@ -217,7 +218,7 @@ def show_config(connection: Connection, request: ApiRequest) -> dict[str, Any]:
 
 @writes
 def kill(tx: Transaction, request: ApiRequest) -> None:
-    """Kill a task and its descendants; with ``killFromRoot``, all of its tree.
+    """Kill a task and its child tasks; with ``killFromRoot``, its whole tree of tasks.
 
     A COMPLETED or CANCELED task is rejected, as in Determined 0.38.1 (KillGenericTask, "cannot cancel task … as it is in state").
     """

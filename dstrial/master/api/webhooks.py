@@ -32,7 +32,11 @@ _CONDITION_KEYS = {"EXPERIMENT_STATE_CHANGE": "state", "TASK_LOG": "regex"}
 
 
 def webhook_json(webhook: Webhook, *, shows_url: bool) -> dict[str, Any]:
-    """Return a webhook as JSON; mask its URL, often a secret, unless ``shows_url``."""
+    """Return a webhook as ``v1Webhook``.
+
+    The additional field "delivery" tells how the last events were delivered. The URL, which is often a secret, is masked
+    unless ``shows_url``.
+    """
     triggers = [
         message(
             bindings.v1Trigger,
@@ -65,8 +69,8 @@ def masked_url(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}/{MASK}"
 
 
-def seen_workspaces(connection: Connection, user: User) -> set[int] | None:
-    """Return ids of the workspaces whose webhooks a user may see; None means all."""
+def visible_workspaces(connection: Connection, user: User) -> set[int] | None:
+    """Return the ids of the workspaces whose webhooks a user may see; None means all."""
     if user.admin:
         return None
     return workspaces.owned_by(connection, user.id)
@@ -87,7 +91,7 @@ def _require_may_edit(connection: Connection, user: User, workspace_id: int | No
 @reads
 def list_webhooks(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     user = request.user
-    found = webhooks.list_webhooks(connection, seen_workspaces(connection, user))
+    found = webhooks.list_webhooks(connection, visible_workspaces(connection, user))
     return {
         "webhooks": [webhook_json(one, shows_url=user.admin or one.workspace_id is not None) for one in found]
     }
@@ -143,7 +147,7 @@ def delete_webhook(tx: Transaction, request: ApiRequest) -> None:
 
 
 async def try_out(request: ApiRequest) -> dict[str, Any]:
-    """Send one test event to a webhook's URL; raise if the receiver rejects it."""
+    """Send a test event to a webhook's URL; raise HTTP 400 if the receiver rejects it."""
     services = request.services
     webhook = await services.read(_editable, request)
     body = body_of(

@@ -61,10 +61,10 @@ def workspace_json(row: workspaces.WorkspaceInfo, settings: MasterSettings) -> d
 
 
 def is_wanted(request: ApiRequest, row: Held) -> bool:
-    """Return whether a workspace or project matches the query's filters.
+    """Return whether a workspace or project matches the filters in a request's query.
 
-    The filter ``name`` is compared with the whole name, ignoring case, as clients use the first result. A project in an archived
-    workspace counts as archived.
+    The filter ``name`` must equal the whole name, ignoring case, because clients take the first result. A project in an
+    archived workspace counts as archived.
     """
     exact, name = request.query("nameCaseSensitive"), request.query("name")
     user_ids, usernames = request.query_ints("userIds"), request.queries("users")

@@ -20,10 +20,10 @@ _DEADLINE_S = 30.0  # from the start of the connection, or its last response, to
 
 
 class Connection(H11Protocol):
-    """Client connection, aborted at its deadline unless the client authenticates.
+    """A client's connection, closed at a deadline unless the client authenticates.
 
-    Authentication removes the deadline until the response is sent. At uvicorn's ``limit_concurrency``, a new connection evicts
-    the connection with the earliest deadline.
+    Authentication removes the deadline until the response is sent. If uvicorn's ``limit_concurrency`` is reached, a new
+    connection replaces the unauthenticated one with the earliest deadline.
     """
 
     is_at_owner_socket = False
@@ -94,7 +94,7 @@ class Connection(H11Protocol):
 
 
 class OwnerConnection(Connection):
-    """Connection to the UNIX socket that only the state directory's owner can open."""
+    """A connection to the UNIX socket that only the state directory's owner can open."""
 
     is_at_owner_socket = True
 

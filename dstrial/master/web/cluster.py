@@ -13,7 +13,7 @@ from dstrial.master.backends.backend import Node
 from dstrial.master.backends.status import shown_engine
 from dstrial.master.clock import format_us
 from dstrial.master.http.router import USER, ApiRequest, route
-from dstrial.master.http.serializers import time_or_none
+from dstrial.master.http.serializers import proxy_ports, time_or_none
 from dstrial.master.services import Services
 from dstrial.master.store import commands, jobs, tasks
 from dstrial.master.store.database import Connection
@@ -26,10 +26,10 @@ Json: TypeAlias = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotCounts:
-    """Numbers of usable slots (enabled, on a node that is up) and free usable slots."""
+    """Numbers of slots that can be used now."""
 
-    usable: int
-    free: int
+    usable: int  # enabled, on an enabled node that is up
+    free: int  # usable and without work
 
 
 def count_slots(nodes: Sequence[Node], disabled: Mapping[int, bool], used: frozenset[int]) -> SlotCounts:
@@ -43,10 +43,13 @@ def count_slots(nodes: Sequence[Node], disabled: Mapping[int, bool], used: froze
 
 
 def pending_reason(wanted: int, num_waiting: int, num_ahead: int, counts: SlotCounts) -> str:
-    """Return why a job is pending, as text for users; empty if it is not pending.
+    """Return text that tells users why a job waits for slots; empty if it does not.
 
-    ``wanted`` is the slot count of each of the job's trials or commands, ``num_waiting`` the number of those that
-    are pending, ``num_ahead`` the number of jobs before this job in the queue.
+    Args:
+        wanted: slots that each trial or command of the job needs.
+        num_waiting: how many trials or commands of the job wait.
+        num_ahead: number of jobs before this job in the queue.
+        counts: the cluster's slots.
     """
     if not num_waiting:
         return ""
@@ -167,10 +170,8 @@ def _task_state(row: commands.CommandInfo) -> str:
 
 
 def _ports(row: commands.CommandInfo) -> list[int]:
-    """Return the HTTP ports of a task's config, each of which has its own proxy URL."""
-    config = json.loads(row.config)
-    found = (config.get("environment") or {}).get("proxy_ports") or []
-    return [one["proxy_port"] for one in found if not one.get("proxy_tcp")]
+    """Return the ports on which a task serves HTTP, from its config."""
+    return [one["proxy_port"] for one in proxy_ports(row.config) if not one.get("proxy_tcp")]
 
 
 def _task(row: commands.CommandInfo) -> Json:

@@ -58,8 +58,11 @@ def rungs_of(
     Each rung has ``units`` (its length in the time metric), the number of trials that reached it (``total``, also by outcome),
     ``underWay`` (trials that train towards it), and ``entries`` (best trials with value and outcome).
 
-    ``searcher`` is the config's searcher section. ``method`` is the search method's saved state, empty before the first trial.
-    ``closed`` are request ids of exited trials. ``trials`` maps request id -> trial id.
+    Args:
+        searcher: the searcher section of the config.
+        method: the saved state of the search method; empty before the first trial.
+        closed: request ids of trials that have ended. The searcher names its trials by request ids.
+        trials: request id -> trial id.
     """
     sizes = [one.num_rungs for one in brackets(searcher)]
     states = method.get("brackets", [])
@@ -113,7 +116,8 @@ def _rungs(
 def _outcome(idx: int, top: int, value: float, reached: int, is_stopped: bool) -> str:
     """Return "went on", "failed", "finished" or "stopped" for a trial at rung ``idx``.
 
-    ``top`` is the bracket's highest rung, ``reached`` the trial's. ``value`` is ``_WORST`` if the trial failed at the rung.
+    ``top`` is the highest rung of the bracket, ``reached`` the highest that the trial has reached. ``value`` is the metric's
+    value, ``_WORST`` if the trial failed at the rung.
     """
     if reached > idx or not is_stopped:
         return "went on"
@@ -133,7 +137,7 @@ def _layouts(engines: str | None) -> list[Json]:
 
 
 async def get_checkpoints(request: ApiRequest) -> Json:
-    """Return an experiment's newest checkpoints; ``more`` is true if the list is cut."""
+    """Return an experiment's newest checkpoints; ``more`` tells if some are left out."""
 
     def read(connection: Connection) -> list[Json]:
         experiment_id = request.path_params["experiment_id"]
@@ -147,7 +151,10 @@ async def get_checkpoints(request: ApiRequest) -> Json:
 
 
 async def get_config(request: ApiRequest) -> Json:
-    """Return an experiment's submitted and effective config, and each value's origin."""
+    """Return an experiment's submitted config, and the values in effect with origins.
+
+    Origins are, for example, the submitted config, the template or the defaults.
+    """
     services = request.services
     row = await services.read(experiments.require, request.path_params["experiment_id"])
     names = services.secret_names
@@ -169,7 +176,7 @@ async def get_config(request: ApiRequest) -> Json:
 
 
 def listed_files(tgz: bytes) -> Json:
-    """List a model definition's files (``tgz``); ``more`` is true if the list is cut."""
+    """List a model definition's files (tar.gz); ``more`` tells if some are left out."""
     files = list_files(tgz)
     return {
         "files": [{"path": file.path, "bytes": file.size} for file in files[:_MAX_FILES]],
@@ -178,7 +185,7 @@ def listed_files(tgz: bytes) -> Json:
 
 
 def shown_file(tgz: bytes, path: str) -> Json:
-    """Return a model definition's file as text, cut at ``MAX_TEXT_BYTES``.
+    """Return a file of a model definition (tar.gz) as text, cut at ``MAX_TEXT_BYTES``.
 
     The text of a binary file is empty.
     """

@@ -34,15 +34,15 @@ _ENDED = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
 
 
 def search_of(label: str) -> str | None:
-    """Return the dsat search's id in an experiment's label; None for other labels."""
+    """Return the id of the dsat search that a label of an experiment names, or None."""
     found = _LABEL.match(label)
     return None if found is None else found[1]
 
 
 def document_of(notes: str, *, is_live: bool = False) -> Json | None:
-    """Return the dsat report in an experiment's notes; None if missing or invalid.
+    """Return the report of a dsat search that an experiment's notes contain.
 
-    ``is_live`` selects the report of a running search instead of the final one.
+    With ``is_live`` it is the short one of a running search, else the final one. None if it is missing or invalid.
     """
     if not notes.startswith(_NOTES_BEGIN):
         return None
@@ -65,10 +65,10 @@ def document_of(notes: str, *, is_live: bool = False) -> Json | None:
 
 
 def shown_rows(reported: Iterable[Json], experiments: Sequence[int], *, is_over: bool) -> list[Json]:
-    """Return a report's rows for the page.
+    """Return the rows of a dsat report as the page shows them.
 
     If the search has ended (``is_over``), the state "running" becomes "not measured". Users can edit the notes that contain the
-    report, so rows keep only links to ``experiments``, the ids of the search's experiments.
+    report, so an experiment id that is not in ``experiments``, those of the search, becomes None.
     """
     return [
         {
@@ -85,9 +85,9 @@ def is_over(rows: Iterable[LabelledExperiment]) -> bool:
 
 
 def shown_state(rows: Sequence[LabelledExperiment], document: Mapping[str, Any] | None) -> str:
-    """Return RUNNING, COMPLETED, CANCELED or ERROR for a dsat search.
+    """Return the state of a dsat search: RUNNING, COMPLETED, CANCELED or ERROR.
 
-    ``rows`` are the search's experiments. Once all have ended, the state is that of ``document``, the search's report.
+    ``rows`` are the search's experiments. Once all have ended, the search's report ``document`` decides.
     """
     if not is_over(rows):
         return "RUNNING"
@@ -144,9 +144,11 @@ async def get_searches(request: ApiRequest) -> Json:
 
 
 def newest_document(experiments: Iterable[LabelledExperiment]) -> Json | None:
-    """Return the most complete report among a search's experiments, or None.
+    """Return the most complete report of a dsat search in its experiments' notes.
 
-    Experiments of a search that continued, or resumed after an interruption, may have outdated reports.
+    None if no notes have one.
+
+    If a search was interrupted and continued, some of its experiments have outdated reports.
     """
     documents = [document_of(row.notes, is_live=is_live) for row in experiments for is_live in (True, False)]
     return max(

@@ -25,7 +25,7 @@ MAX_COMPARED = 100  # compared trials per response
 
 
 def masked_rows(rows: list[Json], name: str, names: SecretNames) -> list[Json]:
-    """Return rows with masked secrets in the JSON text of field ``name``."""
+    """Return rows in which field ``name``, a config as JSON text, has masked secrets."""
     return [{**row, name: shown_config(row[name], names)} for row in rows]
 
 
@@ -40,7 +40,10 @@ def read_trials(
 
 
 def metrics_json(found: list[tuple[str, str]]) -> Json:
-    """Return metrics as group -> names; ``more`` is true if the list is cut."""
+    """Return (group, name) pairs of metrics as group -> names.
+
+    ``more`` in the result tells whether the list was cut.
+    """
     groups: dict[str, list[str]] = {}
     for group, name in found[: overviews.MAX_METRICS]:
         groups.setdefault(group, []).append(name)
@@ -99,7 +102,7 @@ def _stall(connection: Connection, trial_id: int) -> str:
 
 
 def require_trial(connection: Connection, trial_id: int) -> int:
-    """Return a trial's experiment id; raise HTTP 404 if there is no such trial."""
+    """Return the id of a trial's experiment; raise HTTP 404 if there is no such trial."""
     found = overviews.experiment_of_trial(connection, trial_id)
     if found is None:
         raise RequestError(404, f"trial {trial_id} is not found; expected one of an experiment's list.")
@@ -142,9 +145,9 @@ async def get_trial(request: ApiRequest) -> Json:
 
 
 def curve_json(steps: list[int], times: list[int], values: list[float], num_points: int) -> Json:
-    """Return a curve as JSON, downsampled to ``num_points``, with times in ms.
+    """Return a metric's curve as JSON with at most ``num_points`` points.
 
-    ``steps`` are completed batches; the argument ``times`` is in microseconds.
+    ``steps`` are completed batches. The argument ``times`` is in microseconds, "times" of the JSON in milliseconds.
     """
     kept = curves.downsample(values, num_points)
     return {
@@ -234,7 +237,7 @@ def _compared(
 
 
 async def get_compared(request: ApiRequest) -> Json:
-    """Return the given trials, and the best trial of each given experiment."""
+    """Return the trials in the query, and the best trial of each experiment in it."""
     trials, found = request.query_ints("trials"), request.query_ints("experiments")
     if not 1 <= len(trials) + len(found) <= MAX_COMPARED:
         raise RequestError(

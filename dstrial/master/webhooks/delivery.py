@@ -1,4 +1,4 @@
-"""Send webhook events in threads, with retries; a slow receiver delays no others.
+"""Send webhook events in threads, with retries; a slow receiver delays no other.
 
 Redirects are not followed, and only the status of the response is used. Proxies of the master's environment (``HTTPS_PROXY``,
 ``NO_PROXY``) are used, except for loopback addresses.
@@ -45,21 +45,23 @@ SIGNATURE_HEADER = "X-Determined-AI-Signature"
 TIMEOUT_S = 10.0  # per attempt, from connecting to the response's status
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_TOO_MANY = 429
-_MAX_RESULT = 200
-_MAX_THREADS = 64
+_TOO_MANY = 429  # HTTP status that asks for a later attempt
+_MAX_RESULT = 200  # characters of an error's text
+_MAX_THREADS = 64  # requests at a time, with those that were given up
 _POLL_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeliveryResult:
-    result: str
+    """The result of one attempt to deliver an event."""
+
+    result: str  # text for users, for example "HTTP 200"
     is_delivered: bool
     may_retry: bool
 
 
 class Sender:
-    """Sends requests, each in a daemon thread that is abandoned after ``timeout_s``.
+    """Sends HTTP requests, each in a daemon thread that is left after ``timeout_s``.
 
     Socket timeouts are not enough, as they restart at each byte that a slow receiver sends.
     """
@@ -71,7 +73,7 @@ class Sender:
         self._ended = threading.Event()
 
     def post(self, url: str, body: bytes) -> DeliveryResult | None:
-        """Send a signed JSON body once; return the result, or None during a shutdown."""
+        """Send a signed JSON body once; return the result, None if the master shuts down."""
         if self._ended.is_set():
             return None
         if not self._threads.acquire(blocking=False):
@@ -124,9 +126,7 @@ class Sender:
 
 
 def load_key(path: Path) -> str:
-    """Return the signing key in file ``path``.
-
-    A missing file is created with a new key.
+    """Return the signing key of webhooks in file ``path``; create a missing file.
 
     Raises:
         MasterError: the file cannot be read or created, or is empty.
@@ -179,12 +179,12 @@ RETRY_S = (1.0, 10.0)
 """Backoff before the second and third attempt, seconds, with a jitter of 50 %. Determined's three attempts take at most
 four seconds (``backoffAttempts`` in ``shipper.go``), less than the restart of a receiver."""
 
-_IDLE_S = 60.0
+_IDLE_S = 60.0  # longest wait between two polls of the queue; a new event ends it
 _BACKOFF_S = 60.0  # backoff after a local error, for example a full disk
 
 
 class Delivery:
-    """Sends queued events: one thread per webhook, one event at a time.
+    """Sends queued events, to each webhook one at a time in a thread of its own.
 
     Delivery is at least once: after a crash of the master, an event may be sent again, with the same ``event_id``.
     """
@@ -203,7 +203,7 @@ class Delivery:
         self._thread.start()
 
     def stop(self, drain_s: float) -> None:
-        """Send due events for at most ``drain_s``, then stop; unsent events stay queued."""
+        """Send due events for at most ``drain_s`` seconds, then stop; others stay queued."""
         if self._thread.ident is None:
             return
         self._is_draining = True
@@ -230,7 +230,10 @@ class Delivery:
             self._event.clear()
 
     def _start_due(self) -> tuple[float, bool]:
-        """Start sending due events; return (seconds to next poll, whether any was due)."""
+        """Start threads that send due events.
+
+        Returns the seconds until the next call, and whether any thread sends now.
+        """
         self._sending = {number: thread for number, thread in self._sending.items() if thread.is_alive()}
         with self._database.read() as connection:
             rows = [row for row in webhooks.next_events(connection) if row.webhook_id not in self._sending]

@@ -25,7 +25,7 @@ from serving import Master
 from dstrial.errors import ConfigError, ConfigProblem, MasterError, RequestError
 from dstrial.master.http.connection import Connection
 from dstrial.master.http.fields import Fields
-from dstrial.master.http.responses import message, ndjson, page_of, status_and_text
+from dstrial.master.http.responses import message, ndjson, page_of, problem_of
 from dstrial.master.http.router import PUBLIC, Api, ApiRequest, Route, route
 
 process = pytest.mark.process
@@ -114,12 +114,12 @@ def test_page_of_stays_within_list(total: int, offset: int, limit: int) -> None:
         (KeyError("x"), 500),
     ],
 )
-def test_status_and_text_maps_exceptions(error: Exception, status: int) -> None:
-    assert status_and_text(error).status == status
+def test_problem_of_maps_exceptions_to_status(error: Exception, status: int) -> None:
+    assert problem_of(error).status == status
 
 
 def test_internal_error_text_hides_details() -> None:
-    assert "secret" not in status_and_text(ValueError("secret")).text
+    assert "secret" not in problem_of(ValueError("secret")).text
 
 
 def test_duplicate_routes_are_refused() -> None:
