@@ -1,7 +1,7 @@
 """uvicorn's connection class with a deadline for unauthenticated clients.
 
 uvicorn has no read timeout. Its connection class is undocumented: ``pyproject.toml`` pins the release, and
-``tests/master/http/test_connection.py`` checks the names that this module uses.
+``tests/security/test_connections.py`` checks how the class behaves.
 """
 
 from __future__ import annotations
