@@ -39,7 +39,7 @@ from dstrial.scratch import scratch_directory
 _CHUNK_BYTES = 1 << 16  # capacity of a pipe
 
 
-def _sizes(given: dict[str, Any] | None) -> dict[str, int]:
+def _file_sizes(given: dict[str, Any] | None) -> dict[str, int]:
     sizes = {}
     for path, size in (given or {}).items():
         try:
@@ -62,7 +62,7 @@ async def report_checkpoint(request: ApiRequest) -> dict[str, Any]:
     allocation_id = body.text("allocationId") or None
     if allocation_id is not None:
         request.require_allocation(allocation_id)
-    resources = _sizes(body.mapping("resources"))
+    resources = _file_sizes(body.mapping("resources"))
     metadata = body.mapping("metadata") or {}
     steps = metadata.get("steps_completed", 0)
     if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < 2**31:
@@ -110,14 +110,14 @@ async def _require_storage(request: ApiRequest, task_id: str) -> None:
             raise RequestError(409, trouble)
 
 
-def _shown(connection: Connection, request: ApiRequest) -> dict[str, Any]:
+def _read_checkpoint_json(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     row = checkpoint_rows.require_checkpoint(connection, request.path_params["checkpoint_uuid"])
     return checkpoint_json(row, request.services.secret_names)
 
 
 @reads
 def show_checkpoint(connection: Connection, request: ApiRequest) -> dict[str, Any]:
-    return message(bindings.v1GetCheckpointResponse, checkpoint=_shown(connection, request))
+    return message(bindings.v1GetCheckpointResponse, checkpoint=_read_checkpoint_json(connection, request))
 
 
 async def patch_checkpoints(request: ApiRequest) -> dict[str, Any]:
@@ -130,7 +130,7 @@ async def patch_checkpoints(request: ApiRequest) -> dict[str, Any]:
         wrapped = item.get("resources")
         if isinstance(wrapped, dict):
             inner = wrapped.get("resources")
-            changes.append((item["uuid"], _sizes(inner if isinstance(inner, dict) else {})))
+            changes.append((item["uuid"], _file_sizes(inner if isinstance(inner, dict) else {})))
 
     def perform(tx: Transaction) -> None:
         for uuid, resources in changes:
@@ -142,7 +142,7 @@ async def patch_checkpoints(request: ApiRequest) -> dict[str, Any]:
 
 @writes
 def delete_checkpoints(tx: Transaction, request: ApiRequest) -> None:
-    _remove(tx, request, ["**/*"])
+    _request_deletion(tx, request, ["**/*"])
 
 
 @writes
@@ -155,10 +155,10 @@ def remove_files(tx: Transaction, request: ApiRequest) -> None:
     globs = request.body().texts("checkpointGlobs") or []
     if any(pattern.startswith("/") or ".." in pattern.split("/") for pattern in globs):
         raise RequestError(400, "checkpointGlobs leads out of the checkpoint; expected patterns below it.")
-    _remove(tx, request, globs)
+    _request_deletion(tx, request, globs)
 
 
-def _remove(tx: Transaction, request: ApiRequest, globs: list[str]) -> None:
+def _request_deletion(tx: Transaction, request: ApiRequest, globs: list[str]) -> None:
     in_use = checkpoint_rows.in_use(tx.connection)
     by_experiment: dict[int, list[str]] = {}
     for uuid in request.body().texts("checkpointUuids") or []:
@@ -184,7 +184,9 @@ def set_metadata(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
     before = json.loads(checkpoint_rows.require_checkpoint(tx.connection, uuid).metadata)
     metadata = unmasked(given.mapping("metadata") or {}, [before], "the checkpoint's metadata")
     checkpoint_rows.set_metadata(tx, uuid, metadata)
-    return message(bindings.v1PostCheckpointMetadataResponse, checkpoint=_shown(tx.connection, request))
+    return message(
+        bindings.v1PostCheckpointMetadataResponse, checkpoint=_read_checkpoint_json(tx.connection, request)
+    )
 
 
 @reads
@@ -282,11 +284,11 @@ def preview_gc(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     )
     return {
         "metric_name": experiment.searcher_metric,
-        "checkpoints": [_previewed(rows[uuid]) for uuid in chosen],
+        "checkpoints": [_previewed_json(rows[uuid]) for uuid in chosen],
     }
 
 
-def _previewed(row: checkpoint_rows.CheckpointInfo) -> dict[str, Any]:
+def _previewed_json(row: checkpoint_rows.CheckpointInfo) -> dict[str, Any]:
     validation = json.loads(row.validation) if row.validation else {}
     return {
         "TrialID": row.trial_id,

@@ -39,7 +39,7 @@ _ORDER: Mapping[str, Callable[[commands.CommandInfo], Any]] = {
 }
 
 
-async def checked(
+async def validated_command(
     request: ApiRequest, given: Mapping[str, Any], kind: CommandKind, template_name: str | None, *others: Any
 ) -> CommandConfig:
     """Validate a command's config, merged over its template and the master's defaults.
@@ -196,7 +196,7 @@ async def _launch_command(
 ) -> tuple[commands.CommandInfo, dict[str, Any]]:
     """Create a command; return its row, and the response's "config" and "warnings"."""
     body, services = request.body(), request.services
-    spec = await checked(request, body.mapping("config") or {}, kind, body.text("templateName"))
+    spec = await validated_command(request, body.mapping("config") or {}, kind, body.text("templateName"))
     files = [dict(file) for file in body.field_list("files") or []]
     tgz = await services.run(lambda: pack(files))
     workspace_id = await workspace_of(request, body.integer("workspaceId"))

@@ -33,8 +33,7 @@ from dstrial.master.api.trials import MAX_LOG_DAYS
 from dstrial.master.backends.model_definition import pack, unpack
 from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.access import require_owner
-from dstrial.master.http.fields import Fields
-from dstrial.master.http.fields import shown as shown_text
+from dstrial.master.http.fields import Fields, shown
 from dstrial.master.http.responses import Page, message
 from dstrial.master.http.router import TRIAL, USER, ApiRequest, Handler, reads, route, writes
 from dstrial.master.http.serializers import as_data, experiment_json, stored_states
@@ -54,7 +53,7 @@ _MAX_SUBMISSION_BYTES = 130 * 2**20  # limit of a request with a config and file
 Action: TypeAlias = "Callable[[Transaction, int], Any]"  # changes the experiment that has the id
 
 
-def checked(
+def validated_submission(
     services: Services,
     config: str,
     tgz: bytes,
@@ -146,14 +145,14 @@ def _strip_temporary_path(problem: ConfigProblem, context_dir: str) -> ConfigPro
     )
 
 
-async def shown(services: Services, experiment_id: int) -> dict[str, Any]:
-    row, trial_ids, external_id = await services.read(_with_trials, experiment_id)
-    found = (await _to_json(services, [row]))[0]
+async def shown_experiment(services: Services, experiment_id: int) -> dict[str, Any]:
+    row, trial_ids, external_id = await services.read(_read_with_trials, experiment_id)
+    found = (await _experiments_json(services, [row]))[0]
     # Lists do not contain trial ids, as in Determined 0.38.1: searches may have thousands.
     return {**found, "trialIds": trial_ids, "externalTrialId": external_id}
 
 
-def _with_trials(
+def _read_with_trials(
     connection: Connection, experiment_id: int
 ) -> tuple[listings.ListedExperiment, list[int], str | None]:
     """Return an experiment's row, its trial ids, and its only trial's external id.
@@ -168,7 +167,9 @@ def _with_trials(
     return row, ids, trial_rows.require(connection, ids[0]).external_id if len(ids) == 1 else None
 
 
-async def _to_json(services: Services, rows: Sequence[listings.ListedExperiment]) -> list[dict[str, Any]]:
+async def _experiments_json(
+    services: Services, rows: Sequence[listings.ListedExperiment]
+) -> list[dict[str, Any]]:
     return await services.check(lambda: [experiment_json(services, row) for row in rows])
 
 
@@ -218,8 +219,16 @@ def prepare(
         resumed = None if is_detached else resume.of_submission(connection, given)
         project = experiments.project_of_config(connection, project_id, given)
         storage = _storage_of(connection, project.workspace_id)
-    options: dict[str, Any] = {"template": template, "storage": storage, "document": document}
-    submission = checked(services, config, tgz, resumed, is_detached=is_detached, **options)
+    submission = validated_submission(
+        services,
+        config,
+        tgz,
+        resumed,
+        template=template,
+        storage=storage,
+        is_detached=is_detached,
+        document=document,
+    )
     may_wait = submission.exceeds_slots or (resumed is not None and resumed.keeps_batch)
     shown_config = masked(submission.config, services.secret_names)
     return Prepared(submission, tgz, project, Diagnostics(document.lines, LABEL), may_wait, shown_config)
@@ -251,7 +260,7 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
                 project_id=prepared.project.id,
             )
         )
-        experiment = await shown(services, experiment_id)
+        experiment = await shown_experiment(services, experiment_id)
     return message(
         bindings.v1CreateExperimentResponse,
         config=as_data(prepared.shown_config),
@@ -277,7 +286,7 @@ async def create_detached(request: ApiRequest, body: Fields, external_id: str | 
             external_id=external_id,
         )
     )
-    experiment = await shown(services, experiment_id)
+    experiment = await shown_experiment(services, experiment_id)
     return message(
         bindings.v1CreateExperimentResponse, config=experiment["config"], experiment=experiment, warnings=[]
     )
@@ -385,13 +394,13 @@ async def list_experiments(request: ApiRequest) -> dict[str, Any]:
 
     page, rows = await request.services.read(read)
     return {
-        "experiments": await _to_json(request.services, rows),
+        "experiments": await _experiments_json(request.services, rows),
         "pagination": page.to_json(),
     }
 
 
 async def show_experiment(request: ApiRequest) -> dict[str, Any]:
-    found = await shown(request.services, request.path_params["experiment_id"])
+    found = await shown_experiment(request.services, request.path_params["experiment_id"])
     state = "STATE_SCHEDULED" if found["state"] in ("STATE_RUNNING", "STATE_STARTING") else "STATE_QUEUED"
     job = message(bindings.v1JobSummary, jobsAhead=0, state=state)
     is_open = found["endTime"] is None
@@ -418,7 +427,7 @@ def _reject_project_change(connection: Connection, project_id: int, changes: Map
         if changes.get(key) not in (None, "", there):
             raise RequestError(
                 400,
-                f"{key} of the changed config is {shown_text(changes[key])}; expected {there!r}, where the experiment is. "
+                f"{key} of the changed config is {shown(changes[key])}; expected {there!r}, where the experiment is. "
                 "Leave it out, and use `det experiment move`.",
             )
 
@@ -440,7 +449,7 @@ def _prepare_continued(
         config = _unmask_secrets(continued_config(active, changes), None, row)
         tgz = experiment_rows.model_definition(connection, experiment_id)
         resumed = _resumed_run(connection, experiment_id)
-    return checked(services, config, tgz, resumed, active=active), bool(changes)
+    return validated_submission(services, config, tgz, resumed, active=active), bool(changes)
 
 
 async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
@@ -457,7 +466,7 @@ async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
     warnings = ["LAUNCH_WARNING_CURRENT_SLOTS_EXCEEDED"] if submission and submission.exceeds_slots else []
     return message(
         bindings.v1ContinueExperimentResponse,
-        experiment=await shown(services, experiment_id),
+        experiment=await shown_experiment(services, experiment_id),
         warnings=warnings,
     )
 
@@ -491,7 +500,7 @@ async def patch_experiment(request: ApiRequest) -> dict[str, Any]:
         raise resources.wrong("weight", "a number above 0")
     experiment_id = request.path_params["experiment_id"]
     await request.services.write(lambda tx: experiments.patch(tx, experiment_id, **fields))
-    return {"experiment": await shown(request.services, experiment_id)}
+    return {"experiment": await shown_experiment(request.services, experiment_id)}
 
 
 @writes

@@ -116,11 +116,11 @@ def list_jobs(connection: Connection, request: ApiRequest) -> dict[str, Any]:
 @writes
 def update(tx: Transaction, request: ApiRequest) -> None:
     for one in request.body().field_list("updates") or []:
-        _update(tx, one, request.services.settings.pool_name)
+        _update_job(tx, one, request.services.settings.pool_name)
 
 
-def _update(tx: Transaction, control: Fields, pool_name: str) -> None:
-    row = _find(tx, control.required_text("jobId"))
+def _update_job(tx: Transaction, control: Fields, pool_name: str) -> None:
+    row = _require_job(tx, control.required_text("jobId"))
     priority = control.integer("priority", 1, _MAX_PRIORITY)
     weight = control.number("weight")
     pool = control.text("resourcePool")
@@ -132,7 +132,7 @@ def _update(tx: Transaction, control: Fields, pool_name: str) -> None:
     position = row.queue_position
     anchor_id = ahead_of or behind_of
     if anchor_id:
-        anchor = _find(tx, anchor_id)
+        anchor = _require_job(tx, anchor_id)
         priority = anchor.priority
         position = jobs.position_beside(tx.connection, row.job_id, anchor, is_ahead=bool(ahead_of))
     if isinstance(row, Command):
@@ -142,7 +142,7 @@ def _update(tx: Transaction, control: Fields, pool_name: str) -> None:
     jobs.move_experiment(tx, row, position, priority, weight)
 
 
-def _find(tx: Transaction, job_id: str) -> Experiment | Command:
+def _require_job(tx: Transaction, job_id: str) -> Experiment | Command:
     row = jobs.experiment_of(tx.connection, job_id) or jobs.command_of(tx.connection, job_id)
     if row is None:
         raise RequestError(404, f"job {job_id[:80]!r} does not exist; see `det job list`")

@@ -19,7 +19,7 @@ from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.reports import logs
 
-_CHUNK = 2000  # lines per read of the database
+_CHUNK_LINES = 2000  # lines per read of the database
 _FOLLOW_WAIT_S = 30.0  # longest wait for new lines before the task's state is read again
 _LATE_S = 3.0  # a detached run sends its last log lines up to this long after its end
 
@@ -91,7 +91,7 @@ async def _lines(
     with services.pubsub.follow(topic.__eq__) as follower:
         while left is None or left > 0:
             is_over = await services.read(_is_over, wanted, is_detached=is_detached)
-            limit = _CHUNK if left is None else min(_CHUNK, left)
+            limit = _CHUNK_LINES if left is None else min(_CHUNK_LINES, left)
             rows = await services.read(logs.query, dataclasses.replace(wanted, after_id=after, limit=limit))
             if rows:
                 after = rows[-1].id

@@ -154,13 +154,13 @@ def _day(request: ApiRequest, name: str, is_monthly: bool) -> datetime.date:
         raise request.wrong_query(name, "a date, YYYY-MM-DD or by months YYYY-MM") from error
 
 
-def _next(day: datetime.date, is_monthly: bool) -> datetime.date:
+def _next_start(day: datetime.date, is_monthly: bool) -> datetime.date:
     if not is_monthly:
         return day + datetime.timedelta(days=1)
     return (day.replace(day=28) + datetime.timedelta(days=4)).replace(day=1)
 
 
-def _us(day: datetime.date) -> int:
+def _start_us(day: datetime.date) -> int:
     return int(datetime.datetime(day.year, day.month, day.day, tzinfo=_UTC).timestamp()) * 1_000_000
 
 
@@ -181,8 +181,8 @@ def _aggregated(connection: Connection, request: ApiRequest) -> list[dict[str, A
         )
     entries = []
     while day <= last:
-        following = _next(day, is_monthly)
-        start_us, end_us = _us(day), _us(following)
+        following = _next_start(day, is_monthly)
+        start_us, end_us = _start_us(day), _start_us(following)
         uses = allocations.uses(connection, start_us, end_us)
         entries.append(
             message(

@@ -12,7 +12,7 @@ from dstrial.config.documents import read_yaml_text
 from dstrial.config.secrets import SecretNames, masked_json, unmasked
 from dstrial.errors import RequestError
 from dstrial.master.api.agents import device_json, devices_of
-from dstrial.master.api.commands import MAX_BODY_BYTES, checked
+from dstrial.master.api.commands import MAX_BODY_BYTES, validated_command
 from dstrial.master.api.logs import require_task
 from dstrial.master.backends.model_definition import pack
 from dstrial.master.clock import format_us
@@ -32,7 +32,7 @@ _STATES = {"ASSIGNED": "STATE_STARTING", "RUNNING": "STATE_RUNNING", "TERMINATED
 _GENERIC = ("GENERIC",)
 
 
-def _ports(row: tasks.ActiveAllocation) -> list[dict[str, Any]]:
+def _proxy_ports_json(row: tasks.ActiveAllocation) -> list[dict[str, Any]]:
     configured = proxy_ports(row.config)
     ports = [
         (one["proxy_port"], bool(one.get("proxy_tcp")), f"{row.task_id}:{one['proxy_port']}")
@@ -47,7 +47,7 @@ def _ports(row: tasks.ActiveAllocation) -> list[dict[str, Any]]:
     ]
 
 
-def _summary(
+def _allocation_summary(
     services: Services,
     row: tasks.ActiveAllocation,
     names: Mapping[int, str],
@@ -74,7 +74,7 @@ def _summary(
         resources=[resources],
         slotsNeeded=len(row.slots),
         priority=row.priority,
-        proxyPorts=_ports(row),
+        proxyPorts=_proxy_ports_json(row),
         resourcePool=services.settings.pool_name,
         schedulerType="priority",
     )
@@ -85,7 +85,7 @@ def list_tasks(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     services = request.services
     names = {node.id: node.name for node in services.backend.nodes()}
     devices = devices_of(services)
-    found = [_summary(services, row, names, devices) for row in tasks.active(connection)]
+    found = [_allocation_summary(services, row, names, devices) for row in tasks.active(connection)]
     return {"allocationIdToSummary": {one["allocationId"]: one for one in found}}
 
 
@@ -104,7 +104,7 @@ def _allocation_json(row: Allocation) -> dict[str, Any]:
     )
 
 
-def _submitted(row: commands.CommandInfo, names: SecretNames) -> str:
+def _submitted_config(row: commands.CommandInfo, names: SecretNames) -> str:
     """Return the config submitted for a task, as JSON with masked secrets."""
     return masked_json(row.original_config or row.config, names)
 
@@ -117,7 +117,7 @@ def show_task(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     if row is not None and row.kind == "GENERIC":
         more = {
             "taskState": f"GENERIC_TASK_STATE_{row.state}",
-            "config": _submitted(row, request.services.secret_names),
+            "config": _submitted_config(row, request.services.secret_names),
             "noPause": not row.is_pausable,
             "parentId": row.parent_id,
             "forkedFrom": row.forked_from,
@@ -142,8 +142,8 @@ async def create(request: ApiRequest) -> dict[str, Any]:
         await services.read(commands.require, parent_id, _GENERIC)
     forked = None if forked_from is None else await services.read(commands.require, forked_from, _GENERIC)
     known = [] if forked is None else [json.loads(forked.config)]
-    given = await _given_config(request, body, forked)
-    spec = await checked(request, given, "GENERIC", None, *known)
+    given = await _config_of(request, body, forked)
+    spec = await validated_command(request, given, "GENERIC", None, *known)
     # A fork's config contains masked secrets: restore them from the forked task.
     original = unmasked(given, [*known, spec.config], "the config")
     project = await services.read(projects.require, body.integer("projectId") or projects.DEFAULT_ID)
@@ -153,7 +153,7 @@ async def create(request: ApiRequest) -> dict[str, Any]:
         spec,
         request.user.id,
         project.workspace_id,
-        await _context(request, body, forked_from, parent_id),
+        await _context_tgz(request, body, forked_from, parent_id),
         is_pausable=not body.flag("noPause"),
         parent_id=parent_id,
         forked_from=forked_from,
@@ -163,7 +163,7 @@ async def create(request: ApiRequest) -> dict[str, Any]:
     return message(bindings.v1CreateGenericTaskResponse, taskId=task_id, warnings=[])
 
 
-async def _given_config(
+async def _config_of(
     request: ApiRequest, body: Fields, forked: commands.CommandInfo | None
 ) -> dict[str, Any]:
     text = body.text("config") or ""
@@ -178,7 +178,7 @@ async def _given_config(
     return given
 
 
-async def _context(
+async def _context_tgz(
     request: ApiRequest, body: Fields, forked_from: str | None, parent_id: str | None
 ) -> bytes:
     """Return a new task's files as tar.gz, uploaded or copied.
@@ -212,7 +212,7 @@ async def _context(
 def show_config(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     row = commands.require(connection, request.path_params["task_id"])
     return message(
-        bindings.v1GetGenericTaskConfigResponse, config=_submitted(row, request.services.secret_names)
+        bindings.v1GetGenericTaskConfigResponse, config=_submitted_config(row, request.services.secret_names)
     )
 
 

@@ -62,13 +62,13 @@ def list_users(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     )
 
 
-def _user_json(connection: Connection, user_id: int) -> dict[str, Any]:
+def _read_user_json(connection: Connection, user_id: int) -> dict[str, Any]:
     return {"user": user_json(users.find_by_id(connection, user_id).without_password())}
 
 
 @reads
 def show_user(connection: Connection, request: ApiRequest) -> dict[str, Any]:
-    return _user_json(connection, request.path_params["user_id"])
+    return _read_user_json(connection, request.path_params["user_id"])
 
 
 def require_by_name(connection: Connection, username: str) -> users.StoredUser:
@@ -105,7 +105,7 @@ async def create_user(request: ApiRequest) -> dict[str, Any]:
             display_name=name,
             active=active is not False,
         )
-        return _user_json(tx.connection, user_id)
+        return _read_user_json(tx.connection, user_id)
 
     return await request.services.write(write)
 
@@ -134,7 +134,7 @@ async def patch_user(request: ApiRequest) -> dict[str, Any]:
         )
         if password is not None or active is False:
             tokens.end_user_tokens(tx, user_id, except_hash=None if active is False else identity.token_hash)
-        return _user_json(tx.connection, user_id)
+        return _read_user_json(tx.connection, user_id)
 
     return await request.services.write(write)
 

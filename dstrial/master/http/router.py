@@ -477,7 +477,7 @@ async def _check_access(request: ApiRequest) -> None:
         )
 
 
-_INSTEAD = {
+_ALTERNATIVES = {
     "notebooks": "Run `jupyter lab` on this machine; the SDK and detached runs work from any notebook",
     "shells": "Use a shell of this machine, where trials are plain processes; `det command run` runs one with slots and a log",
 }
@@ -486,7 +486,7 @@ _INSTEAD = {
 
 def _no_route_error(method: str, path: str, methods: list[str]) -> RequestError:
     if path.startswith(f"{API_PREFIX}/"):
-        instead = _INSTEAD.get(path.split("/")[3], "Use a Determined cluster for it")
+        instead = _ALTERNATIVES.get(path.split("/")[3], "Use a Determined cluster for it")
         text = f"{method} {path[:120]} is not offered by the embedded master. {instead}; the README lists what is offered."
         return RequestError(501, text)
     if methods:

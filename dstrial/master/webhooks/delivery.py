@@ -22,9 +22,9 @@ import secrets
 import threading
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.error import URLError
 from urllib.parse import unquote, urlsplit
 
@@ -151,6 +151,16 @@ def signature(key: str, timestamp_s: int, body: bytes) -> str:
     return hmac.new(key.encode(), f"{timestamp_s},".encode() + body, hashlib.sha256).hexdigest()
 
 
+def send_event(services: Services, url: str, kind: str, event: Mapping[str, Any]) -> DeliveryResult | None:
+    """Send a stored event once; return the result, None if the master shuts down.
+
+    ``kind`` is the webhook's type, SLACK or DEFAULT.
+    """
+    settings = services.settings
+    body = body_of(event, kind, node=services.agent_id, pool=settings.pool_name, base_url=settings.base_url)
+    return services.webhook_sender.post(url, body)
+
+
 def _request(url: str, body: bytes, key: str) -> urllib.request.Request:
     parts = urlsplit(url)
     headers = {"Content-Type": "application/json; charset=UTF-8", "User-Agent": "dstrial"}
@@ -254,16 +264,8 @@ class Delivery:
             self._stopping.wait(_BACKOFF_S)  # without a stored result the event is retried
 
     def _attempt(self, row: webhooks.DueEvent) -> None:
-        services = self._services
-        body = body_of(
-            json.loads(row.event),
-            row.type,
-            node=services.agent_id,
-            pool=services.settings.pool_name,
-            base_url=services.settings.base_url,
-        )
         started_s = time.monotonic()
-        outcome = services.webhook_sender.post(row.url, body)
+        outcome = send_event(self._services, row.url, row.type, json.loads(row.event))
         if outcome is None:
             return
         retry_us = None
