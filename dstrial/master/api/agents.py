@@ -102,7 +102,10 @@ def _slots(usage: _Usage, node: Node) -> dict[str, dict[str, Any]]:
 
 
 def _stats(slots: Iterable[dict[str, Any]], key: str) -> dict[str, Any]:
-    """Count slots (total, disabled, ...) per value of a device field, such as "brand"."""
+    """Return slot counts (total, disabled etc.) per value of a device field.
+
+    The field ``key`` is for example "brand".
+    """
     counts: dict[str, dict[str, Any]] = {}
     for slot in slots:
         empty = {"total": 0, "disabled": 0, "draining": 0, "states": {}}

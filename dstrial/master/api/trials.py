@@ -180,7 +180,7 @@ def retain_logs(tx: Transaction, request: ApiRequest) -> None:
 
 @writes
 def start_run(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
-    """Mark the allocation whose token the request has as ready."""
+    """Mark the allocation that sends the request as ready."""
     run_id = request.body().required_integer("runId")
     request.require_trial(run_id)
     trial_rows.require(tx.connection, run_id)

@@ -135,7 +135,7 @@ def may_use_checkpoint(
     *,
     is_change: bool = False,
 ) -> bool:
-    """Return whether an allocation may read (``is_change``: change) a checkpoint.
+    """Return whether an allocation may read or, if ``is_change``, change a checkpoint.
 
     True for a checkpoint that does not exist, to which handlers respond with 404.
     """

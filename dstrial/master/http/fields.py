@@ -19,7 +19,7 @@ _MAX_SHOWN_CHARS = 80
 
 
 def camel(name: str) -> str:
-    """Convert a key from snake_case to camelCase: ``stepsCompleted``."""
+    """Convert snake_case to camelCase: ``steps_completed`` to ``stepsCompleted``."""
     return _SNAKE.sub(lambda match: match[1].upper(), name) if "_" in name else name
 
 

@@ -273,6 +273,14 @@ def _running(routes: list[Route]) -> Iterator[int]:
         listener.close()
 
 
+def _get(port: int, path: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    with contextlib.closing(connection):
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+
+
 @process
 def test_ndjson_stream_ends_with_its_error() -> None:
     async def items() -> AsyncIterator[Any]:
@@ -285,10 +293,7 @@ def test_ndjson_stream_ends_with_its_error() -> None:
         return ndjson(items())
 
     with _running([route("GET", "//s", handler, access=PUBLIC)]) as port:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-        with contextlib.closing(connection):
-            connection.request("GET", "/s")
-            lines = connection.getresponse().read().split(b"\n")
+        lines = _get(port, "/s")[1].split(b"\n")
     assert [orjson.loads(line) for line in lines[:3]] == [{"result": {"a": number}} for number in (1, 2, 3)]
     assert orjson.loads(lines[3])["error"]["message"] == "gone"
     assert bindings.runtimeStreamError.from_json(orjson.loads(lines[3])["error"]).httpCode == 404
@@ -322,12 +327,8 @@ def test_handler_exception_is_logged_but_not_returned(caplog: pytest.LogCaptureF
         raise KeyError("the secret")
 
     with _running([route("GET", "//s", handler, access=PUBLIC)]) as port:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-        with contextlib.closing(connection):
-            connection.request("GET", "/s")
-            answer = connection.getresponse()
-            text = answer.read()
-    assert answer.status == 500
+        status, text = _get(port, "/s")
+    assert status == 500
     assert b"secret" not in text
     assert b"Traceback" not in text
     assert "the secret" in caplog.text
@@ -339,7 +340,4 @@ def test_encoded_slashes_stay_in_path_segment() -> None:
         return request.path_params
 
     with _running([route("GET", "//s/{name}/x", handler, access=PUBLIC)]) as port:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-        with contextlib.closing(connection):
-            connection.request("GET", "/s/a%2Fb%20%C3%A4/x?y=1")
-            assert orjson.loads(connection.getresponse().read()) == {"name": "a/b ä"}
+        assert orjson.loads(_get(port, "/s/a%2Fb%20%C3%A4/x?y=1")[1]) == {"name": "a/b ä"}
