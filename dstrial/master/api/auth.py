@@ -25,8 +25,14 @@ from dstrial.master.store import tokens, users
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.tokens import AccessToken
 
-_MAX_LOGIN_BYTES = 64 * 1024
-_MAX_LINK_BYTES = 1024
+_MAX_LOGIN_BYTES = 64 * 1024  # body of a login
+_MAX_LINK_BYTES = 1024  # body with a login link's code
+
+_DAY_US = 24 * 3600 * 1_000_000
+_MAX_DAYS = 36500  # longest lifespan of an access token
+_DEFAULT_DAYS = 30  # its lifespan if the client sends none
+_UNLIMITED = "-1"  # the client's lifespan of a token that never expires
+_HOURS = re.compile(r"(\d{1,7})h")
 
 # Hash that is compared if the user is unknown, so that the response takes as long as after a wrong password.
 _UNKNOWN_USER_HASH = users.stored_hash("0")
@@ -124,11 +130,6 @@ async def show_me(request: ApiRequest) -> dict[str, Any]:
     return {"user": user_json(request.user)}
 
 
-_DAY_US = 24 * 3600 * 1_000_000
-_MAX_DAYS = 36500  # longest lifespan of an access token
-_DEFAULT_DAYS = 30  # its lifespan if the client sends none
-_UNLIMITED = "-1"
-_HOURS = re.compile(r"(\d{1,7})h")
 _ORDER: dict[str, Callable[[AccessToken], Any]] = {
     "": lambda one: one.id,
     "SORT_BY_USER_ID": lambda one: one.user_id,

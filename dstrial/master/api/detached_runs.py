@@ -22,7 +22,7 @@ from dstrial.master.store.database import Transaction
 from dstrial.master.store.reports import logs
 from dstrial.master.webhooks import events
 
-_MAX_EXTERNAL_ID = 1024
+_MAX_EXTERNAL_ID = 1024  # characters of an id that a script chose
 _RANK = re.compile(r"[0-9]{1,9}")
 
 

@@ -19,7 +19,7 @@ from dstrial.master.store.commands import Command
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.experiments import Experiment
 
-_MAX_PRIORITY = 99
+_MAX_PRIORITY = 99  # the least urgent
 _MAX_SHOWN_JOBS = 3  # Slurm or Ray jobs in the text of a queue entry
 
 

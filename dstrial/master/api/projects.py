@@ -25,7 +25,7 @@ _ORDER: dict[str, Callable[[projects.ProjectInfo], Any]] = {
     "SORT_BY_CREATION_TIME": lambda row: row.created_us,
     "SORT_BY_LAST_EXPERIMENT_START_TIME": lambda row: row.last_us or 0,
 }
-_MAX_NOTES_BYTES = 1 << 20
+_MAX_NOTES_BYTES = 1 << 20  # of a project's notes as JSON
 
 
 def project_json(row: projects.ProjectInfo) -> dict[str, Any]:

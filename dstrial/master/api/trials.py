@@ -36,7 +36,7 @@ from dstrial.master.store.reports import metrics
 from dstrial.master.store.reports.metric_summaries import MAX_NAME_CHARS
 from dstrial.master.store.views import listings
 
-_MAX_METADATA_BYTES = 1 << 20
+_MAX_METADATA_BYTES = 1 << 20  # of a run's metadata as JSON
 _MAX_STEPS = 2**31 - 1  # of completed batches, and of a run's number
 _MAX_WAIT_S = 600  # longest long poll for a preemption, which is what clients request
 MAX_LOG_DAYS = 32767  # longest log retention, a smallint in Determined's database

@@ -37,7 +37,7 @@ _POOL_FIELDS = (
     "defaultComputeResourcePool",
     "defaultAuxResourcePool",
 )
-_TEMPLATE = "the template's config"
+_TEMPLATE = "the template's config"  # in messages
 
 
 def workspace_json(row: workspaces.WorkspaceInfo, settings: MasterSettings) -> dict[str, Any]:

@@ -32,11 +32,14 @@ COOKIE = "auth"  # name of the cookie that holds a user's token, as in Determine
 GRANT_COOKIE = "dstrial-service"
 """Name of the cookie that grants access to one task's services, set on the task's host name, TASK.localhost."""
 
-ALLOCATION_HEADER = (
-    "grpc-metadata-x-allocation-token"  # header with the token of requests from inside a trial
-)
+# Header with the token of requests from inside a trial.
+ALLOCATION_HEADER = "grpc-metadata-x-allocation-token"
 
 UNAUTHENTICATED = "the token of the request is missing or not valid (any more); log in with `det user login`"
+
+LIFETIME_S = 600.0  # lifetime of a login link
+_MAX_LINKS = 16  # codes at a time; a new one replaces the oldest
+_MAX_GRANTS = 1000  # codes at a time
 
 
 def check_host_and_origin(headers: Headers) -> None:
@@ -162,11 +165,6 @@ def cookie_of(headers: Headers, wanted: str) -> str | None:
         if name == wanted and value:
             return value
     return None
-
-
-LIFETIME_S = 600.0  # lifetime of a login link
-_MAX_LINKS = 16  # codes at a time; a new one replaces the oldest
-_MAX_GRANTS = 1000
 
 
 class LoginLinks:

@@ -13,7 +13,7 @@ import h11
 from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MAX_CONNECTIONS = 1000
+MAX_CONNECTIONS = 1000  # at a time, unless the process may open fewer files
 MAX_HEAD_BYTES = 64 * 1024  # limit of a request's head, and of the framing between two chunks of its body
 
 _DEADLINE_S = 30.0  # from the start of the connection, or its last response, to the next authentication

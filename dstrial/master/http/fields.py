@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 _SNAKE = re.compile(r"_+([a-zA-Z0-9])")
 _MAX_INTEGER = 2**63 - 1
-_MAX_SHOWN_CHARS = 80
+_MAX_SHOWN_CHARS = 80  # of a value in an error message
 
 
 def camel(name: str) -> str:

@@ -26,6 +26,12 @@ from dstrial.master.store.database import OperationalError, SqlError
 from dstrial.master.store.errors import ConflictError, InvalidError, NotFoundError, StoreError
 from dstrial.visible_text import visible
 
+logger = logging.getLogger(__name__)
+
+Item: TypeAlias = "Mapping[str, Any] | Sequence[Mapping[str, Any]]"
+
+_TOKEN_CHECK_S = 5.0  # period of checks whether the token of a stream is still valid
+
 DEFAULT_LIMIT = 100  # default page size, as in Determined 0.38.1
 
 # Pattern of control characters in JSON. It has false positives (an escaped backslash before b, user data) but no false
@@ -198,13 +204,6 @@ def error_response(problem: Problem) -> Response:
     if problem.status in (429, 503):
         headers["Retry-After"] = str(_RETRY_AFTER_S)
     return Response(to_json(body), status_code=problem.status, media_type="application/json", headers=headers)
-
-
-logger = logging.getLogger(__name__)
-
-_TOKEN_CHECK_S = 5.0  # period of checks whether the token of a stream is still valid
-
-Item: TypeAlias = "Mapping[str, Any] | Sequence[Mapping[str, Any]]"
 
 
 def ndjson(items: AsyncIterator[Item]) -> Stream:

@@ -21,7 +21,7 @@ from dstrial.master.http.connection import connection_of
 from dstrial.master.http.responses import error_response, problem_of
 from dstrial.master.proxy import targets
 from dstrial.master.services import Services
-from dstrial.master.web.page import ended_page, login_page, task_state, waiting_page
+from dstrial.master.web.page import ended_page, login_page, service_state, waiting_page
 
 logger = logging.getLogger("dstrial.master.proxy")
 
@@ -113,7 +113,7 @@ class ProxyMiddleware:
 
     async def _interactive(self, raw: str) -> Response:
         task_id = raw[len(INTERACTIVE) :].partition("/")[0]
-        state = await self._services.read(task_state, task_id)
+        state = await self._services.read(service_state, task_id)
         if state == "ready":
             return RedirectResponse(f"{targets.PREFIX}{task_id}/", status_code=307)
         if state == "ended":

@@ -28,7 +28,7 @@ from dstrial.master.store.database import Connection
 if TYPE_CHECKING:
     from dstrial.master.services import Services
 
-PREFIX = "/proxy/"
+PREFIX = "/proxy/"  # of the URL path of every service
 
 _SERVICE = re.compile(r"(?P<task>[^:]+)(?::(?P<port>[0-9]{1,5}))?")
 _OWN_HOST = re.compile(r"(?P<task>[a-z0-9.-]+)\.localhost(:[0-9]{1,5})?")

@@ -106,12 +106,10 @@ async def get_asset(request: ApiRequest) -> Response:
 async def show_page(_request: ApiRequest) -> Response:
     if not has_libraries():
         return render("message.html", 503, text=MISSING)
-    return render(
-        "page.html", modules=[name for name in asset_names() if name.endswith(".js")], start="app.js"
-    )
+    return render("page.html", modules=[name for name in asset_names() if name.endswith(".js")])
 
 
-def task_state(connection: Connection, task_id: str) -> Literal["waiting", "ready", "ended"]:
+def service_state(connection: Connection, task_id: str) -> Literal["waiting", "ready", "ended"]:
     row = commands.require(connection, task_id)
     if row.state in commands.ENDED:
         return "ended"

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from dstrial.master.services import Services
 
 
+logger = logging.getLogger("dstrial.master.webhooks")
+
+# Headers with the time and the signature of a request.
 TIMESTAMP_HEADER = "X-Determined-AI-Signature-Timestamp"
 SIGNATURE_HEADER = "X-Determined-AI-Signature"
 
@@ -48,7 +51,16 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _TOO_MANY = 429  # HTTP status that asks for a later attempt
 _MAX_RESULT = 200  # characters of an error's text
 _MAX_THREADS = 64  # requests at a time, with those that were given up
-_POLL_S = 0.1
+_POLL_S = 0.1  # period of checks whether an attempt or a thread has ended
+
+RETRY_S = (1.0, 10.0)
+"""Backoff before the second and third attempt, in seconds, with a jitter of 50 %.
+
+Determined's three attempts take at most four seconds (``backoffAttempts`` in ``shipper.go``), which is less than the restart of a
+receiver takes."""
+
+_IDLE_S = 60.0  # longest wait between two polls of the queue; a new event ends it
+_BACKOFF_S = 60.0  # backoff after a local error, for example a full disk
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +73,7 @@ class DeliveryResult:
 
 
 class Sender:
-    """Sends HTTP requests, each in a daemon thread that is left after ``timeout_s``.
+    """Sends requests, each in a daemon thread that is abandoned after ``timeout_s``.
 
     Socket timeouts are not enough, as they restart at each byte that a slow receiver sends.
     """
@@ -181,16 +193,6 @@ def _result_of(status: int) -> DeliveryResult:
     if status < 400:
         return DeliveryResult(f"HTTP {status}, a redirect, which is not followed", False, False)
     return DeliveryResult(f"HTTP {status}", False, status >= 500 or status == _TOO_MANY)
-
-
-logger = logging.getLogger("dstrial.master.webhooks")
-
-RETRY_S = (1.0, 10.0)
-"""Backoff before the second and third attempt, seconds, with a jitter of 50 %. Determined's three attempts take at most
-four seconds (``backoffAttempts`` in ``shipper.go``), less than the restart of a receiver."""
-
-_IDLE_S = 60.0  # longest wait between two polls of the queue; a new event ends it
-_BACKOFF_S = 60.0  # backoff after a local error, for example a full disk
 
 
 class Delivery:

@@ -18,6 +18,13 @@ from dstrial.master.store import experiments, webhooks
 from dstrial.master.store.database import Database, Transaction
 from dstrial.master.webhooks.payloads import CUSTOM, STATE_CHANGE, TASK_LOG
 
+K = TypeVar("K")
+
+# Longest texts in an event, characters.
+_MAX_TITLE = 1000
+_MAX_DESCRIPTION = 10_000
+_MAX_LINE = 10_000
+
 
 def _compiled(rows: Iterable[webhooks.TriggeredWebhook]) -> Iterator[tuple[int, Any]]:
     for row in rows:
@@ -69,14 +76,6 @@ class LogTriggers:
                 self._patterns = tuple(_compiled(rows))
                 self._version = version
             return self._patterns
-
-
-K = TypeVar("K")
-
-# Longest texts in an event, characters.
-_MAX_TITLE = 1000
-_MAX_DESCRIPTION = 10_000
-_MAX_LINE = 10_000
 
 
 def notify_state(tx: Transaction, experiment_id: int) -> None:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+# Types of events and of the triggers that cause them.
 STATE_CHANGE = "EXPERIMENT_STATE_CHANGE"
 TASK_LOG = "TASK_LOG"
 CUSTOM = "CUSTOM"
