@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dstrial.errors import RequestError
-from dstrial.master.http.responses import status_and_text
+from dstrial.master.http.responses import problem_of
 from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError, StoreError
 
 MASTER = Path(__file__).parents[2] / "dstrial" / "master"
@@ -60,8 +60,8 @@ def test_store_and_lifecycle_name_no_client_or_status() -> None:
         (InvalidError("name is empty; expected a text. Choose a name."), 400, "name is empty; expected a text. Choose a name."),
     ],
 )  # fmt: skip
-def test_store_error_maps_to_status_and_text(error: StoreError, status: int, text: str) -> None:
-    answered = status_and_text(error)
+def test_store_error_maps_to_status(error: StoreError, status: int, text: str) -> None:
+    answered = problem_of(error)
     assert (answered.status, answered.text) == (status, text)
 
 

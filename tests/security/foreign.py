@@ -96,6 +96,17 @@ def fit(config: Path, run_path: Path, resume: Path | None = None, **env: str) ->
     return max(rank.exit_code for rank in ranks), "".join(rank.stdout + rank.stderr for rank in ranks)
 
 
+def resume(
+    checkpoint: Path, directory: Path, *, config: dict[str, Any] | None = None, **env: str
+) -> tuple[int, str]:
+    """Resume a checkpoint for three batches in a new run in a directory, as ``fit`` does."""
+    path = write_experiment(directory / "resumed.yaml", config or experiment_config(3))
+    run = RunDirectory.create(
+        directory / "runs", name="new", context_dir=DEFINITIONS, command=["test"], config={}
+    )
+    return fit(path, run.path, checkpoint, **env)
+
+
 def _fit(config: str, run_path: str, resume: str | None) -> None:
     from dstrial.config.experiment_config.config import load_experiment
     from dstrial.trainer import run_trial

@@ -17,8 +17,6 @@ import yaml
 from listening import tree_around
 from waiting import wait_for
 
-from dstrial.testing.master import MasterForTest
-
 HERE = Path(__file__).parent
 DEADLINE_S = 240
 ATTACK = HERE / "c10d_attack.py"
@@ -76,13 +74,13 @@ def held(
                 process.wait()
 
 
-def wait_until_held(directory: Path, process: subprocess.Popen[bytes] | None = None) -> set[int]:
+def wait_until_held(directory: Path, process: subprocess.Popen[bytes]) -> set[int]:
     """Block until both ranks wait; return the pids of their job."""
     files = [directory / f"held.{rank}.pid" for rank in range(2)]
 
     def are_held() -> bool:
         log = directory / "output.log"
-        assert process is None or process.poll() is None, log.read_text()[-4000:]
+        assert process.poll() is None, log.read_text()[-4000:]
         return all(file.exists() for file in files)
 
     wait_for(are_held, "both ranks hold", deadline_s=DEADLINE_S)
@@ -103,12 +101,3 @@ def attack(targets: Sequence[str], directory: Path) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@contextlib.contextmanager
-def held_on_master(
-    master: MasterForTest, command: Sequence[str], directory: Path, context: Path
-) -> Iterator[set[int]]:
-    """Like ``held``, for a command that submits the job to ``master``."""
-    with held(command, directory, context, **master.env) as pids:
-        yield pids

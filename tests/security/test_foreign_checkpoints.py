@@ -18,7 +18,6 @@ import warm_start
 from dstrial.checkpoint.integrity import check_integrity
 from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file, layouts_of, read_manifest
 from dstrial.errors import CheckpointDamagedError
-from dstrial.local.run_directory import RunDirectory
 from dstrial.testing.master import MasterForTest
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
@@ -117,13 +116,7 @@ def test_checkpoint_tool_runs_no_pickled_code(
 def test_fit_runs_no_pickled_code(
     name: str, poisoned: Callable[[str], Path], marker: Path, tmp_path: Path, home: Mapping[str, str]
 ) -> None:
-    checkpoint = poisoned(name)
-    config = foreign.write_experiment(tmp_path / "e.yaml", foreign.experiment_config(3))
-    run = RunDirectory.create(
-        tmp_path / "runs", name="new", context_dir=foreign.DEFINITIONS, command=["test"], config={}
-    )
-
-    code, output = foreign.fit(config, run.path, checkpoint, **home)
+    code, output = foreign.resume(poisoned(name), tmp_path, **home)
 
     assert not marker.exists(), output
     assert code != 0
@@ -163,22 +156,18 @@ def test_trust_applies_only_to_exact_manifest(
     foreign.poison(checkpoint, foreign.RANK_FILE, foreign.Payload(marker))
     digest = hash_file(checkpoint / MANIFEST_NAME).sha256
     trusted = foreign.experiment_config(3, data={"dstrial": {"trust_checkpoint_code": digest}})
-    config = foreign.write_experiment(tmp_path / "e.yaml", trusted)
 
-    def resumed(name: str) -> tuple[int, str]:
-        run = RunDirectory.create(
-            tmp_path / "runs", name=name, context_dir=foreign.DEFINITIONS, command=["test"], config={}
-        )
-        return foreign.fit(config, run.path, checkpoint, **home)
+    def resumed() -> tuple[int, str]:
+        return foreign.resume(checkpoint, tmp_path, config=trusted, **home)
 
-    code, output = resumed("trusted")
+    code, output = resumed()
     assert code == 0, output
     assert marker.is_dir()
 
     marker.rmdir()
     stray = checkpoint / "stray.pkl"
     stray.write_bytes(pickle.dumps(foreign.Payload(marker)))
-    code, output = resumed("stray-file")
+    code, output = resumed()
     assert code != 0
     assert not marker.exists(), output
     assert "stray.pkl holds" in output
@@ -186,7 +175,7 @@ def test_trust_applies_only_to_exact_manifest(
 
     (checkpoint / "one-more").write_text("another set of files")
     foreign.add_file(checkpoint, "one-more")
-    code, output = resumed("other-files")
+    code, output = resumed()
     assert code != 0
     assert not marker.exists(), output
     assert refused(output, foreign.RANK_FILE), output
@@ -214,12 +203,8 @@ def test_foreign_checkpoint_without_code_resumes(
     run_path: Path, tmp_path: Path, home: Mapping[str, str]
 ) -> None:
     checkpoint = foreign.foreign_copy(foreign.latest(run_path), tmp_path / "foreign-checkpoint")
-    config = foreign.write_experiment(tmp_path / "e.yaml", foreign.experiment_config(3))
-    run = RunDirectory.create(
-        tmp_path / "runs", name="new", context_dir=foreign.DEFINITIONS, command=["test"], config={}
-    )
 
-    code, output = foreign.fit(config, run.path, checkpoint, **home)
+    code, output = foreign.resume(checkpoint, tmp_path, **home)
 
     assert code == 0, output
     assert "resumed from checkpoint" in output

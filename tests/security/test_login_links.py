@@ -78,13 +78,6 @@ def test_invalid_login_code_opens_no_session(shared_master: MasterForTest, code:
     assert "Set-Cookie" not in answer.headers
 
 
-def test_owner_link_endpoint_rejects_admin_token(shared_master: MasterForTest) -> None:
-    admin = Client(shared_master.address, shared_master.client("admin").token)
-
-    with pytest.raises(RequestError, match="owner of the state directory only"):
-        admin.post("/owner/link", {"username": "determined"})
-
-
 def test_login_link_requires_active_user(shared_master: MasterForTest) -> None:
     admin = shared_master.client("admin")
     given = {"username": "linked", "active": True, "admin": False}

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -26,10 +27,12 @@ from dstrial.testing.master import MasterForTest, master_for_test
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "master"), str(ROOT / "tests")]
+import waiting  # noqa: E402
 from submitting import processes_with, submit, trials, wait_until  # noqa: E402
 
 DIRECTORIES = ("/tmp", "/dev/shm")
 DEADLINE_S = 400.0
+wait_for = functools.partial(waiting.wait_for, deadline_s=DEADLINE_S)
 
 # Creates TensorBoard files, a semaphore in /dev/shm and a temporary directory, then prints "is ready".
 TRAIN = """
@@ -92,13 +95,6 @@ def listing() -> list[str]:
             with contextlib.suppress(FileNotFoundError):
                 found.append(f"{stat.S_IMODE(entry.lstat().st_mode):04o} {entry}")
     return found
-
-
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    give_up_at_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < give_up_at_s, f"waited in vain for {what}"
-        time.sleep(0.05)
 
 
 def run(command: list[str], env: dict[str, str], **more: Any) -> None:

@@ -21,8 +21,8 @@ from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.nodes import OWN_NODE, agent_key, index_of, node_of, slot_id_of
 
 _DEVICE_TYPES = {"cpu": "TYPE_CPU", "cuda": "TYPE_CUDA", "rocm": "TYPE_ROCM"}
-_MAX_AUX_CONTAINERS = 100
-_MAX_NAMED = 10
+_MAX_AUX_CONTAINERS = 100  # shown as the limit of commands without slots
+_MAX_NAMED = 10  # names of agents in an error message
 _CLOUD_FIELDS = (  # fields of a resource pool in a cloud, empty here
     *("agentDockerImage", "agentDockerNetwork", "agentDockerRuntime", "agentFluentImage", "accelerator"),
     *("containerStartupScript", "imageId", "instanceType", "location", "masterCertName", "masterUrl"),
@@ -32,12 +32,15 @@ _CLOUD_FIELDS = (  # fields of a resource pool in a cloud, empty here
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Usage:
-    disabled: Mapping[int, bool]  # slot id or agent key -> whether draining
+    """How the slots are used now, read in one snapshot of the database."""
+
+    # Id of a disabled slot, or ``agent_key`` of a disabled node -> whether its running work may finish (drain).
+    disabled: Mapping[int, bool]
     devices: Mapping[int, dict[str, Any]]  # slot id -> v1Device
-    allocations: tuple[Allocation, ...]
+    allocations: tuple[Allocation, ...]  # those that have not ended
     # Node id -> (slot ids, v1Container) of each allocation on the node.
     containers: Mapping[int, list[tuple[list[int], dict[str, Any]]]]
-    num_queued: int
+    num_queued: int  # active experiments without an allocation
 
 
 def _read_usage(connection: Connection, devices: Mapping[int, dict[str, Any]]) -> _Usage:
@@ -99,7 +102,10 @@ def _slots(usage: _Usage, node: Node) -> dict[str, dict[str, Any]]:
 
 
 def _stats(slots: Iterable[dict[str, Any]], key: str) -> dict[str, Any]:
-    """Return slot counts (total, disabled, ...) per value of the device field ``key``."""
+    """Return slot counts (total, disabled etc.) per value of a device field.
+
+    The field ``key`` is for example "brand".
+    """
     counts: dict[str, dict[str, Any]] = {}
     for slot in slots:
         empty = {"total": 0, "disabled": 0, "draining": 0, "states": {}}
@@ -181,7 +187,10 @@ def list_agents(connection: Connection, request: ApiRequest) -> dict[str, Any]:
 
 
 def _switch(tx: Transaction, request: ApiRequest, slot_id: int, what: str) -> _Usage:
-    """Enable or disable a slot or, by its agent key, a node; return the new usage."""
+    """Enable or disable a slot or a whole node; return the usage after the change.
+
+    ``slot_id`` is a slot's id, or ``agent_key`` of a node. ``what`` names it in the logs of tasks that it stops.
+    """
     if request.route.path.endswith("/enable"):
         jobs.enable_slot(tx, slot_id)
     else:
@@ -238,7 +247,11 @@ def list_pools(connection: Connection, request: ApiRequest) -> dict[str, Any]:
                 bindings.v1ResourcePoolPrioritySchedulerDetail, preemption=False, defaultPriority=42
             ),
         ),
-        stats=queue_stats(usage.num_queued, len({row.experiment_id for row in usage.allocations})),
+        stats=message(
+            bindings.v1QueueStats,
+            queuedCount=usage.num_queued,
+            scheduledCount=len({row.experiment_id for row in usage.allocations}),
+        ),
         resourceManagerMetadata={},
         clusterName="",
         minAgents=0,
@@ -260,10 +273,6 @@ async def list_bindings(request: ApiRequest) -> dict[str, Any]:
         )
     pagination = request.page_of(0).to_json()
     return message(bindings.v1ListWorkspacesBoundToRPResponse, workspaceIds=[], pagination=pagination)
-
-
-def queue_stats(num_queued: int, num_scheduled: int) -> dict[str, Any]:
-    return message(bindings.v1QueueStats, queuedCount=num_queued, scheduledCount=num_scheduled)
 
 
 routes = [

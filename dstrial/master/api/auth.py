@@ -17,7 +17,7 @@ from starlette.responses import Response
 from dstrial.errors import RequestError
 from dstrial.master.api.users import require_by_name, user_json
 from dstrial.master.clock import format_us, now_us
-from dstrial.master.http.access import COOKIE
+from dstrial.master.http.access import COOKIE, require_admin
 from dstrial.master.http.fields import shown
 from dstrial.master.http.responses import message, page_of
 from dstrial.master.http.router import OWNER, PUBLIC, USER, ApiRequest, reads, route, writes
@@ -25,11 +25,17 @@ from dstrial.master.store import tokens, users
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.tokens import AccessToken
 
-_MAX_LOGIN_BYTES = 64 * 1024
-_MAX_LINK_BYTES = 1024
+_MAX_LOGIN_BYTES = 64 * 1024  # body of a login
+_MAX_LINK_BYTES = 1024  # body with a login link's code
 
-# Compared for an unknown user, so that the response takes as long as after a wrong password.
-_NOBODY = users.stored_hash("0")
+_DAY_US = 24 * 3600 * 1_000_000
+_MAX_DAYS = 36500  # longest lifespan of an access token
+_DEFAULT_DAYS = 30  # its lifespan if the client sends none
+_UNLIMITED = "-1"  # the client's lifespan of a token that never expires
+_HOURS = re.compile(r"(\d{1,7})h")
+
+# Hash that is compared if the user is unknown, so that the response takes as long as after a wrong password.
+_UNKNOWN_USER_HASH = users.stored_hash("0")
 
 
 async def log_in(request: ApiRequest) -> Response:
@@ -39,7 +45,7 @@ async def log_in(request: ApiRequest) -> Response:
     hashed = password if body.flag("isHashed") else users.client_hash(password)
     services = request.services
     row = await services.read(users.find_by_name, username)
-    stored = _NOBODY if row is None else row.password_hash
+    stored = _UNKNOWN_USER_HASH if row is None else row.password_hash
 
     async with services.password_lock:
         is_right = await services.run(lambda: users.is_password(stored, hashed))
@@ -92,7 +98,7 @@ async def make_link(request: ApiRequest) -> dict[str, Any]:
 
 
 async def spend_link(request: ApiRequest) -> Response:
-    """Respond to a login link's code with a session token, also set as a cookie."""
+    """Exchange a login link's one-time code for a session token, also set as a cookie."""
     origin = request.headers.get("origin", "").lower()
     # Prevents login CSRF: another site that knows a code must not log its visitor in as a user of its choice.
     if origin != f"http://{request.headers['host'].lower()}":
@@ -124,11 +130,6 @@ async def show_me(request: ApiRequest) -> dict[str, Any]:
     return {"user": user_json(request.user)}
 
 
-_DAY_US = 24 * 3600 * 1_000_000
-_MAX_DAYS = 36500
-_DEFAULT_DAYS = 30
-_UNLIMITED = "-1"
-_HOURS = re.compile(r"(\d{1,7})h")
 _ORDER: dict[str, Callable[[AccessToken], Any]] = {
     "": lambda one: one.id,
     "SORT_BY_USER_ID": lambda one: one.user_id,
@@ -153,7 +154,10 @@ def _token_json(token: AccessToken) -> dict[str, Any]:
 
 
 def _expiry_us(lifespan: str | None) -> int | None:
-    """Return a new access token's expiry in microseconds; None if it never expires."""
+    """Return when a new access token expires, in microseconds since the epoch.
+
+    ``lifespan`` is the client's text, such as "48h". None is returned for "-1", a token that never expires.
+    """
     if lifespan == _UNLIMITED:
         return None
     days: float = _DEFAULT_DAYS
@@ -173,7 +177,7 @@ def _expiry_us(lifespan: str | None) -> int | None:
 def create_token(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
     body, identity = request.body(), request.identity
     user_id, description = body.required_integer("userId"), body.text("description") or ""
-    _require_allowed(request, user_id, "make access tokens of other users")
+    _require_own_or_admin(request, user_id, "make access tokens of other users")
     assert identity is not None
     if identity.is_of_task or identity.is_access_token:
         raise RequestError(
@@ -192,7 +196,7 @@ def list_tokens(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     user_id = None if request.user.admin else request.user.id
     if username is not None:
         user_id = require_by_name(connection, username).id
-        _require_allowed(request, user_id, "see access tokens of other users")
+        _require_own_or_admin(request, user_id, "see access tokens of other users")
     ids, now = request.query_ints("tokenIds"), now_us()
     shows_all = request.query_flag("showInactive") or bool(ids)
     found = request.ordered(
@@ -218,17 +222,14 @@ def patch_token(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
     body, token_id = request.body(), request.path_params["token_id"]
     description, is_revoked = body.text("description"), body.flag("setRevoked") or False
     owner_id = tokens.require_access_token(tx.connection, token_id).user_id
-    _require_allowed(request, owner_id, "change access tokens of other users")
+    _require_own_or_admin(request, owner_id, "change access tokens of other users")
     changed = tokens.change_access_token(tx, token_id, description, is_revoked=is_revoked)
     return message(bindings.v1PatchAccessTokenResponse, tokenInfo=_token_json(changed))
 
 
-def _require_allowed(request: ApiRequest, user_id: int, what: str) -> None:
-    if not request.user.admin and user_id != request.user.id:
-        raise RequestError(
-            403,
-            f"user {request.user.username!r} is no administrator; expected one to {what}. Ask with `det -u admin`.",
-        )
+def _require_own_or_admin(request: ApiRequest, user_id: int, what: str) -> None:
+    if user_id != request.user.id:
+        require_admin(request.user, what)
 
 
 routes = [

@@ -19,7 +19,7 @@ from dstrial import object_storage
 from dstrial.checkpoint.completion_marker import is_uuid
 from dstrial.config.secrets import unmasked
 from dstrial.errors import CheckpointError, RequestError
-from dstrial.master.api.trials import report_json, report_time_us
+from dstrial.master.api.trials import report_json, report_time_us, require_trial_of_task
 from dstrial.master.backends.environment import user_variables
 from dstrial.master.clock import format_us
 from dstrial.master.http.responses import message
@@ -39,7 +39,7 @@ from dstrial.scratch import scratch_directory
 _CHUNK_BYTES = 1 << 16  # capacity of a pipe
 
 
-def _sizes(given: dict[str, Any] | None) -> dict[str, int]:
+def _file_sizes(given: dict[str, Any] | None) -> dict[str, int]:
     sizes = {}
     for path, size in (given or {}).items():
         try:
@@ -62,7 +62,7 @@ async def report_checkpoint(request: ApiRequest) -> dict[str, Any]:
     allocation_id = body.text("allocationId") or None
     if allocation_id is not None:
         request.require_allocation(allocation_id)
-    resources = _sizes(body.mapping("resources"))
+    resources = _file_sizes(body.mapping("resources"))
     metadata = body.mapping("metadata") or {}
     steps = metadata.get("steps_completed", 0)
     if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < 2**31:
@@ -75,12 +75,9 @@ async def report_checkpoint(request: ApiRequest) -> dict[str, Any]:
         await _require_storage(request, task_id)
 
     def perform(tx: Transaction) -> None:
-        trial = trial_rows.of_task(tx.connection, task_id)
-        if trial is None:
-            raise RequestError(404, f"task {task_id[:80]!r} is not found; expected a trial's task.")
         trials.report_checkpoint(
             tx,
-            trial,
+            require_trial_of_task(tx.connection, task_id),
             uuid=uuid,
             allocation_id=allocation_id,
             state=state,
@@ -94,7 +91,7 @@ async def report_checkpoint(request: ApiRequest) -> dict[str, Any]:
 
 
 async def _require_storage(request: ApiRequest, task_id: str) -> None:
-    """Raise HTTP 409 if the trial's checkpoint storage is unavailable."""
+    """Raise HTTP 409 if the checkpoint storage of the task's trial is unavailable."""
 
     def read(connection: Connection) -> dict[str, Any] | None:
         trial = trial_rows.of_task(connection, task_id)
@@ -113,18 +110,18 @@ async def _require_storage(request: ApiRequest, task_id: str) -> None:
             raise RequestError(409, trouble)
 
 
-def _shown(connection: Connection, request: ApiRequest) -> dict[str, Any]:
+def _read_checkpoint_json(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     row = checkpoint_rows.require_checkpoint(connection, request.path_params["checkpoint_uuid"])
     return checkpoint_json(row, request.services.secret_names)
 
 
 @reads
 def show_checkpoint(connection: Connection, request: ApiRequest) -> dict[str, Any]:
-    return message(bindings.v1GetCheckpointResponse, checkpoint=_shown(connection, request))
+    return message(bindings.v1GetCheckpointResponse, checkpoint=_read_checkpoint_json(connection, request))
 
 
 async def patch_checkpoints(request: ApiRequest) -> dict[str, Any]:
-    """Store the file list (path -> bytes) of each checkpoint in the request."""
+    """Store which files each checkpoint in the request has, as path -> size in bytes."""
     changes: list[tuple[str, dict[str, int]]] = []
     for item in request.body().items_of("checkpoints") or []:
         if not isinstance(item, dict) or not isinstance(item.get("uuid"), str):
@@ -133,7 +130,7 @@ async def patch_checkpoints(request: ApiRequest) -> dict[str, Any]:
         wrapped = item.get("resources")
         if isinstance(wrapped, dict):
             inner = wrapped.get("resources")
-            changes.append((item["uuid"], _sizes(inner if isinstance(inner, dict) else {})))
+            changes.append((item["uuid"], _file_sizes(inner if isinstance(inner, dict) else {})))
 
     def perform(tx: Transaction) -> None:
         for uuid, resources in changes:
@@ -145,22 +142,23 @@ async def patch_checkpoints(request: ApiRequest) -> dict[str, Any]:
 
 @writes
 def delete_checkpoints(tx: Transaction, request: ApiRequest) -> None:
-    _remove(tx, request, ["**/*"])
+    _request_deletion(tx, request, ["**/*"])
 
 
 @writes
 def remove_files(tx: Transaction, request: ApiRequest) -> None:
-    """Enqueue a job that deletes checkpoint files matching ``checkpointGlobs``.
+    """Enqueue a background job that deletes files of checkpoints.
 
-    Without patterns, the job only updates the stored file lists.
+    The job deletes files whose paths match a pattern of ``checkpointGlobs``. Without patterns, it only updates the stored
+    file lists from the storage.
     """
     globs = request.body().texts("checkpointGlobs") or []
     if any(pattern.startswith("/") or ".." in pattern.split("/") for pattern in globs):
         raise RequestError(400, "checkpointGlobs leads out of the checkpoint; expected patterns below it.")
-    _remove(tx, request, globs)
+    _request_deletion(tx, request, globs)
 
 
-def _remove(tx: Transaction, request: ApiRequest, globs: list[str]) -> None:
+def _request_deletion(tx: Transaction, request: ApiRequest, globs: list[str]) -> None:
     in_use = checkpoint_rows.in_use(tx.connection)
     by_experiment: dict[int, list[str]] = {}
     for uuid in request.body().texts("checkpointUuids") or []:
@@ -186,12 +184,17 @@ def set_metadata(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
     before = json.loads(checkpoint_rows.require_checkpoint(tx.connection, uuid).metadata)
     metadata = unmasked(given.mapping("metadata") or {}, [before], "the checkpoint's metadata")
     checkpoint_rows.set_metadata(tx, uuid, metadata)
-    return message(bindings.v1PostCheckpointMetadataResponse, checkpoint=_shown(tx.connection, request))
+    return message(
+        bindings.v1PostCheckpointMetadataResponse, checkpoint=_read_checkpoint_json(tx.connection, request)
+    )
 
 
 @reads
 def list_metrics(connection: Connection, request: ApiRequest) -> dict[str, Any]:
-    """Return the metric reports of the trials that use the checkpoint in the path."""
+    """Return the metric reports of trials that use a checkpoint.
+
+    A trial that starts from a checkpoint or evaluates it reports that to the master (``report_source``).
+    """
     uuid, group = request.path_params["checkpoint_uuid"], request.query("metricGroup") or None
     kind = request.query_choice("trialSourceInfoType", bindings.v1TrialSourceInfoType)
     checkpoint_rows.require_checkpoint(connection, uuid)
@@ -265,7 +268,10 @@ async def _archive(directory: Path, stack: contextlib.ExitStack) -> AsyncIterato
 
 @reads
 def preview_gc(connection: Connection, request: ApiRequest) -> dict[str, Any]:
-    """Return the checkpoints that the query's retention policy would delete."""
+    """Return an experiment's checkpoints that a retention policy would delete.
+
+    The policy is in the query: how many checkpoints to keep of the experiment's and of each trial's best, and of the latest.
+    """
     experiment = experiments.require(connection, request.path_params["experiment_id"])
     policy = checkpoint_gc.Policy(
         *(request.query_int(name) or 0 for name in ("saveExperimentBest", "saveTrialBest", "saveTrialLatest"))
@@ -278,11 +284,11 @@ def preview_gc(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     )
     return {
         "metric_name": experiment.searcher_metric,
-        "checkpoints": [_previewed(rows[uuid]) for uuid in chosen],
+        "checkpoints": [_previewed_json(rows[uuid]) for uuid in chosen],
     }
 
 
-def _previewed(row: checkpoint_rows.CheckpointInfo) -> dict[str, Any]:
+def _previewed_json(row: checkpoint_rows.CheckpointInfo) -> dict[str, Any]:
     validation = json.loads(row.validation) if row.validation else {}
     return {
         "TrialID": row.trial_id,

@@ -1,4 +1,7 @@
-"""Routes of ``det command`` and ``det tensorboard``; functions for generic tasks."""
+"""Routes of ``det command`` and ``det tensorboard``.
+
+The module ``tasks`` uses its functions for generic tasks (``det task create``).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from dstrial.master.store import commands, projects, workspaces
 from dstrial.master.store.commands import NewCommand
 from dstrial.master.store.database import Connection, Transaction
 
-MAX_BODY_BYTES = MAX_BYTES * 3 // 2  # of a request with context files
+MAX_BODY_BYTES = MAX_BYTES * 3 // 2  # limit of a request with files: base64 takes a third more than the files
 
 _ORDER: Mapping[str, Callable[[commands.CommandInfo], Any]] = {
     "": lambda row: row.start_us,
@@ -36,12 +39,13 @@ _ORDER: Mapping[str, Callable[[commands.CommandInfo], Any]] = {
 }
 
 
-async def checked(
+async def validated_command(
     request: ApiRequest, given: Mapping[str, Any], kind: CommandKind, template_name: str | None, *others: Any
 ) -> CommandConfig:
     """Validate a command's config, merged over its template and the master's defaults.
 
-    Masked secrets in ``given`` are restored from the template and from ``others``, configs that a user may have copied.
+    A user may submit a config that the master has shown with masked secrets. Each mask in ``given`` is replaced by the secret
+    from the template or from one of ``others``, the configs that the user may have copied.
 
     Raises:
         RequestError: 404, the template does not exist.
@@ -74,7 +78,10 @@ async def checked(
 
 
 async def workspace_of(request: ApiRequest, workspace_id: int | None) -> int:
-    """Return the id of a command's workspace (default 1); raise if it is archived."""
+    """Return the id of the workspace for a new command.
+
+    Without ``workspace_id`` it is the default workspace, 1. Raises HTTP 400 if the workspace is archived.
+    """
     row = await request.services.read(workspaces.require, workspace_id or projects.DEFAULT_ID)
     if row.is_archived:
         raise RequestError(
@@ -130,7 +137,7 @@ def routes_of(
 
     @reads
     def list_all(connection: Connection, request: ApiRequest) -> dict[str, Any]:
-        """Return a page of commands that are active or ended within the last day."""
+        """Return a page of commands that have not ended, or ended within the last day."""
         users, user_ids = request.queries("users"), request.query_ints("userIds")
         workspace_id = request.query_int("workspaceId") or None
         found = (
@@ -187,9 +194,9 @@ def _tensorboard_json(request: ApiRequest, row: commands.CommandInfo) -> dict[st
 async def _launch_command(
     request: ApiRequest, kind: CommandKind, experiment_ids: list[int], trial_ids: list[int]
 ) -> tuple[commands.CommandInfo, dict[str, Any]]:
-    """Create a command; return its row, and the response's config and warnings."""
+    """Create a command; return its row, and the response's "config" and "warnings"."""
     body, services = request.body(), request.services
-    spec = await checked(request, body.mapping("config") or {}, kind, body.text("templateName"))
+    spec = await validated_command(request, body.mapping("config") or {}, kind, body.text("templateName"))
     files = [dict(file) for file in body.field_list("files") or []]
     tgz = await services.run(lambda: pack(files))
     workspace_id = await workspace_of(request, body.integer("workspaceId"))

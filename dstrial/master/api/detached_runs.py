@@ -1,4 +1,4 @@
-"""Routes for detached (unmanaged) runs: ``core_v2`` scripts that users start.
+"""Routes for detached (unmanaged) runs, which users' ``core_v2`` scripts report.
 
 Source: Determined 0.38.1, ``determined/experimental/core_v2`` and ``determined/core/_log_shipper.py``.
 """
@@ -12,20 +12,17 @@ from determined.common.api import bindings
 
 from dstrial.errors import RequestError
 from dstrial.master.api.experiments import create_detached
+from dstrial.master.api.trials import read_trial_json, require_trial_of_task
 from dstrial.master.clock import now_us
 from dstrial.master.http.fields import Fields
 from dstrial.master.http.responses import message
 from dstrial.master.http.router import TRIAL, USER, ApiRequest, route, writes
-from dstrial.master.http.serializers import trial_json
 from dstrial.master.lifecycle import detached_runs
-from dstrial.master.store import tasks
-from dstrial.master.store import trials as trial_rows
-from dstrial.master.store.database import Connection, Transaction
+from dstrial.master.store.database import Transaction
 from dstrial.master.store.reports import logs
-from dstrial.master.store.views import listings
 from dstrial.master.webhooks import events
 
-_MAX_EXTERNAL_ID = 1024
+_MAX_EXTERNAL_ID = 1024  # characters of an id that a script chose
 _RANK = re.compile(r"[0-9]{1,9}")
 
 
@@ -62,12 +59,7 @@ def put_trial(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 def _created(tx: Transaction, request: ApiRequest, body: Fields, external_id: str | None) -> dict[str, Any]:
     experiment_id, hparams = body.required_integer("experimentId"), body.mapping("hparams")
     trial_id = detached_runs.create_trial(tx, experiment_id, hparams, external_id)
-    return _trial_json(tx.connection, request, trial_id)
-
-
-def _trial_json(connection: Connection, request: ApiRequest, trial_id: int) -> dict[str, Any]:
-    (row,) = listings.list_trials(connection, now_us=now_us(), trial_id=trial_id)
-    return trial_json(request.services, row)
+    return read_trial_json(tx.connection, request, trial_id)
 
 
 @writes
@@ -84,11 +76,11 @@ def start_trial(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 
 @writes
 def patch_trial(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
-    """Record the state that a detached run reports or, without a state, a heartbeat."""
+    """Record a detached run's state or, if the request has none, its heartbeat."""
     trial_id = request.path_params["trial_id"]
     state = request.body().choice("state", bindings.trialv1State)
     detached_runs.set_state(tx, trial_id, None if state is None else state.removeprefix("STATE_"))
-    return message(bindings.v1PatchTrialResponse, trial=_trial_json(tx.connection, request, trial_id))
+    return message(bindings.v1PatchTrialResponse, trial=read_trial_json(tx.connection, request, trial_id))
 
 
 async def add_logs(request: ApiRequest) -> dict[str, Any]:
@@ -116,20 +108,13 @@ async def add_logs(request: ApiRequest) -> dict[str, Any]:
 
     def perform(tx: Transaction) -> None:
         for task_id, lines in by_task.items():
-            trial = _trial_of(tx.connection, task_id)
+            trial = require_trial_of_task(tx.connection, task_id)
             logs.add_task_logs(tx, task_id, trial.id, None, lines)
             events.notify_lines(tx, task_id, told[task_id])
             detached_runs.note_heartbeat(tx, trial)
 
     await request.services.write(perform)
     return {}
-
-
-def _trial_of(connection: Connection, task_id: str) -> trial_rows.Trial:
-    row = tasks.get(connection, task_id)
-    if row is None or row.trial_id is None:
-        raise RequestError(404, f"task {task_id[:80]!r} is not found; expected a trial's task. Name another.")
-    return trial_rows.require(connection, row.trial_id)
 
 
 def _line(fields: Fields) -> logs.LogLine:

@@ -1,4 +1,4 @@
-"""Routes for experiments: submit, list, show, change, continue."""
+"""Routes for experiments: submit, list, show, change, continue, pause, delete."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import dataclasses
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from determined.common.api import bindings
 
@@ -24,16 +24,18 @@ from dstrial.config.experiment_config.submission import (
     check_submission,
     continued_config,
     read_override,
+    search_section,
 )
 from dstrial.config.merge import merge_template
 from dstrial.config.secrets import MASK, masked, masked_yaml, unmasked_yaml
 from dstrial.errors import ConfigError, ConfigProblem, RequestError
+from dstrial.master.api.trials import MAX_LOG_DAYS
 from dstrial.master.backends.model_definition import pack, unpack
 from dstrial.master.clock import format_us, now_us
-from dstrial.master.http.fields import Fields
-from dstrial.master.http.fields import shown as shown_text
+from dstrial.master.http.access import require_owner
+from dstrial.master.http.fields import Fields, shown
 from dstrial.master.http.responses import Page, message
-from dstrial.master.http.router import TRIAL, USER, ApiRequest, reads, route, writes
+from dstrial.master.http.router import TRIAL, USER, ApiRequest, Handler, reads, route, writes
 from dstrial.master.http.serializers import as_data, experiment_json, stored_states
 from dstrial.master.lifecycle import detached_runs, experiments, resume
 from dstrial.master.scheduler.resource_requests import refuse_unsatisfiable, request_of_config
@@ -44,11 +46,14 @@ from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.views import listings
 from dstrial.resume.metadata import SavedRun
+from dstrial.search import PreviewedTrials, preview
 
-_MAX_SUBMISSION_BYTES = 130 * 2**20
+_MAX_SUBMISSION_BYTES = 130 * 2**20  # limit of a request with a config and files
+
+Action: TypeAlias = "Callable[[Transaction, int], Any]"  # changes the experiment that has the id
 
 
-def checked(
+def validated_submission(
     services: Services,
     config: str,
     tgz: bytes,
@@ -62,9 +67,16 @@ def checked(
 ) -> Submission:
     """Validate a YAML config and model definition; slow, so call it in a thread.
 
-    ``tgz`` is the model definition. ``resumed`` is the checkpoint from which the first trial starts. ``template`` supplies
-    missing keys. ``storage`` is the workspace's checkpoint storage. ``document`` is the parsed ``config``, and is modified in
-    place. ``active`` is the complete config of the experiment from which ``config`` is derived.
+    Args:
+        services: the master's services.
+        config: the experiment config, as YAML text.
+        tgz: the model definition, as tar.gz; may be empty.
+        resumed: the checkpoint from which the first trial starts.
+        template: supplies keys that the config lacks.
+        storage: the workspace's ``checkpoint_storage``, which supplies keys that the config lacks.
+        is_detached: whether a script of the user runs the trials, so that slots and interpreter do not matter.
+        document: the parsed ``config``, modified in place; None parses it here.
+        active: the complete config of an experiment to continue, from which ``config`` was made.
 
     Raises:
         ConfigError: the config is invalid; lists all problems.
@@ -133,17 +145,20 @@ def _strip_temporary_path(problem: ConfigProblem, context_dir: str) -> ConfigPro
     )
 
 
-async def shown(services: Services, experiment_id: int) -> dict[str, Any]:
-    row, trial_ids, external_id = await services.read(_with_trials, experiment_id)
-    found = (await _to_json(services, [row]))[0]
+async def shown_experiment(services: Services, experiment_id: int) -> dict[str, Any]:
+    row, trial_ids, external_id = await services.read(_read_with_trials, experiment_id)
+    found = (await _experiments_json(services, [row]))[0]
     # Lists do not contain trial ids, as in Determined 0.38.1: searches may have thousands.
     return {**found, "trialIds": trial_ids, "externalTrialId": external_id}
 
 
-def _with_trials(
+def _read_with_trials(
     connection: Connection, experiment_id: int
 ) -> tuple[listings.ListedExperiment, list[int], str | None]:
-    """Return an experiment, its trial ids, and the external id of its only trial."""
+    """Return an experiment's row, its trial ids, and its only trial's external id.
+
+    The external id is None if the experiment does not have exactly one trial.
+    """
     row = listings.get_experiment(connection, experiment_id)
     if row is None:
         experiment_rows.require(connection, experiment_id)
@@ -152,20 +167,22 @@ def _with_trials(
     return row, ids, trial_rows.require(connection, ids[0]).external_id if len(ids) == 1 else None
 
 
-async def _to_json(services: Services, rows: Sequence[listings.ListedExperiment]) -> list[dict[str, Any]]:
+async def _experiments_json(
+    services: Services, rows: Sequence[listings.ListedExperiment]
+) -> list[dict[str, Any]]:
     return await services.check(lambda: [experiment_json(services, row) for row in rows])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prepared:
-    """A validated submission and the data needed to store it."""
+    """A validated submission of an experiment, and what is needed to store it."""
 
     submission: Submission
     tgz: bytes  # model definition
     project: projects.ProjectInfo
     findings: Diagnostics  # collects problems of the config; empty at first
-    may_wait: bool  # accept the experiment although it requests more slots than exist now
-    shown_config: dict[str, Any]  # without secrets
+    may_wait: bool  # whether to accept the experiment although it requests more slots than exist now
+    shown_config: dict[str, Any]  # complete config with masked secrets
 
 
 def prepare(
@@ -202,8 +219,16 @@ def prepare(
         resumed = None if is_detached else resume.of_submission(connection, given)
         project = experiments.project_of_config(connection, project_id, given)
         storage = _storage_of(connection, project.workspace_id)
-    options: dict[str, Any] = {"template": template, "storage": storage, "document": document}
-    submission = checked(services, config, tgz, resumed, is_detached=is_detached, **options)
+    submission = validated_submission(
+        services,
+        config,
+        tgz,
+        resumed,
+        template=template,
+        storage=storage,
+        is_detached=is_detached,
+        document=document,
+    )
     may_wait = submission.exceeds_slots or (resumed is not None and resumed.keeps_batch)
     shown_config = masked(submission.config, services.secret_names)
     return Prepared(submission, tgz, project, Diagnostics(document.lines, LABEL), may_wait, shown_config)
@@ -235,7 +260,7 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
                 project_id=prepared.project.id,
             )
         )
-        experiment = await shown(services, experiment_id)
+        experiment = await shown_experiment(services, experiment_id)
     return message(
         bindings.v1CreateExperimentResponse,
         config=as_data(prepared.shown_config),
@@ -247,7 +272,7 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
 async def create_detached(request: ApiRequest, body: Fields, external_id: str | None) -> dict[str, Any]:
     """Create an experiment whose trials a script runs, or find it by ``external_id``.
 
-    ``external_id`` is an id that the script chose, or None. Returns a v1CreateExperimentResponse.
+    ``external_id`` is an id that the script chose, or None. Returns the fields of ``v1CreateExperimentResponse``.
     """
     services = request.services
     config, project_id = body.text("config") or "", body.integer("projectId")
@@ -261,7 +286,7 @@ async def create_detached(request: ApiRequest, body: Fields, external_id: str | 
             external_id=external_id,
         )
     )
-    experiment = await shown(services, experiment_id)
+    experiment = await shown_experiment(services, experiment_id)
     return message(
         bindings.v1CreateExperimentResponse, config=experiment["config"], experiment=experiment, warnings=[]
     )
@@ -275,7 +300,10 @@ def _files(body: Fields) -> list[Any]:
 
 
 def _parse_with_template(config: str, template: Mapping[str, Any] | None) -> tuple[Document, dict[str, Any]]:
-    """Return a parsed config, and its values merged over the template's values."""
+    """Parse a YAML config; return it, and its values merged over the template's.
+
+    The values are empty if the config is not a mapping.
+    """
     document = read_yaml_text(config, LABEL)
     if not isinstance(document.value, dict):
         return document, {}
@@ -287,7 +315,7 @@ def _unmask_secrets(
     template: Mapping[str, Any] | None,
     parent: experiment_rows.Experiment | None = None,
 ) -> str:
-    """Restore a YAML config's masked secrets from its template or parent experiment."""
+    """Replace masks in a YAML config by secrets of its template or parent experiment."""
     if MASK not in config:
         return config
     sources: list[Any] = []
@@ -366,13 +394,13 @@ async def list_experiments(request: ApiRequest) -> dict[str, Any]:
 
     page, rows = await request.services.read(read)
     return {
-        "experiments": await _to_json(request.services, rows),
+        "experiments": await _experiments_json(request.services, rows),
         "pagination": page.to_json(),
     }
 
 
 async def show_experiment(request: ApiRequest) -> dict[str, Any]:
-    found = await shown(request.services, request.path_params["experiment_id"])
+    found = await shown_experiment(request.services, request.path_params["experiment_id"])
     state = "STATE_SCHEDULED" if found["state"] in ("STATE_RUNNING", "STATE_STARTING") else "STATE_QUEUED"
     job = message(bindings.v1JobSummary, jobsAhead=0, state=state)
     is_open = found["endTime"] is None
@@ -385,7 +413,10 @@ async def show_experiment(request: ApiRequest) -> dict[str, Any]:
 
 
 def _resumed_run(connection: Connection, experiment_id: int) -> SavedRun | None:
-    """Return the checkpoint from which an experiment's only trial resumes, or None."""
+    """Return the checkpoint from which an experiment's only trial would resume.
+
+    None if the trial has none, or if the experiment has several trials.
+    """
     trials = trial_rows.of_experiment(connection, experiment_id)
     return resume.of_trial(connection, trials[0]) if len(trials) == 1 else None
 
@@ -396,7 +427,7 @@ def _reject_project_change(connection: Connection, project_id: int, changes: Map
         if changes.get(key) not in (None, "", there):
             raise RequestError(
                 400,
-                f"{key} of the changed config is {shown_text(changes[key])}; expected {there!r}, where the experiment is. "
+                f"{key} of the changed config is {shown(changes[key])}; expected {there!r}, where the experiment is. "
                 "Leave it out, and use `det experiment move`.",
             )
 
@@ -404,7 +435,10 @@ def _reject_project_change(connection: Connection, project_id: int, changes: Map
 def _prepare_continued(
     services: Services, experiment_id: int, override: str
 ) -> tuple[Submission | None, bool]:
-    """Validate a request to continue an experiment; return (submission, has changes)."""
+    """Validate a request to continue an experiment with the YAML changes ``override``.
+
+    Returns the new submission, None for a detached experiment, and whether ``override`` changes anything.
+    """
     with services.database.read() as connection:
         row = experiment_rows.require(connection, experiment_id)
         changes = read_override(override)
@@ -415,7 +449,7 @@ def _prepare_continued(
         config = _unmask_secrets(continued_config(active, changes), None, row)
         tgz = experiment_rows.model_definition(connection, experiment_id)
         resumed = _resumed_run(connection, experiment_id)
-    return checked(services, config, tgz, resumed, active=active), bool(changes)
+    return validated_submission(services, config, tgz, resumed, active=active), bool(changes)
 
 
 async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
@@ -432,11 +466,12 @@ async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
     warnings = ["LAUNCH_WARNING_CURRENT_SLOTS_EXCEEDED"] if submission and submission.exceeds_slots else []
     return message(
         bindings.v1ContinueExperimentResponse,
-        experiment=await shown(services, experiment_id),
+        experiment=await shown_experiment(services, experiment_id),
         warnings=warnings,
     )
 
 
+# Key of ``checkpoint_storage`` -> the same field of the request.
 _POLICY = {
     "save_experiment_best": "saveExperimentBest",
     "save_trial_best": "saveTrialBest",
@@ -465,12 +500,12 @@ async def patch_experiment(request: ApiRequest) -> dict[str, Any]:
         raise resources.wrong("weight", "a number above 0")
     experiment_id = request.path_params["experiment_id"]
     await request.services.write(lambda tx: experiments.patch(tx, experiment_id, **fields))
-    return {"experiment": await shown(request.services, experiment_id)}
+    return {"experiment": await shown_experiment(request.services, experiment_id)}
 
 
 @writes
 def change_label(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
-    """Add the label in the path to an experiment for PUT, or remove it for DELETE."""
+    """Add (PUT) or remove (DELETE) a label; return the experiment's labels."""
     experiment_id, label = request.path_params["experiment_id"], request.path_params["label"]
     labels = set(json.loads(experiment_rows.require(tx.connection, experiment_id).labels)) - {label}
     if request.route.method == "PUT":
@@ -493,6 +528,61 @@ def best_searcher_validation_metric(connection: Connection, request: ApiRequest)
     return {"metric": row.best_metric}
 
 
+@writes
+def move(tx: Transaction, request: ApiRequest) -> None:
+    target = request.body().required_integer("destinationProjectId")
+    experiments.move(tx, request.path_params["experiment_id"], target)
+
+
+@writes
+def retain_logs(tx: Transaction, request: ApiRequest) -> None:
+    days = request.body().required_integer("numDays", -1, MAX_LOG_DAYS)
+    experiments.patch(tx, request.path_params["experiment_id"], log_retention_days=days)
+
+
+def _handler_of(action: Action, *, needs_owner: bool = False) -> Handler:
+    @writes
+    def handle(tx: Transaction, request: ApiRequest) -> None:
+        experiment_id = request.path_params["experiment_id"]
+        row = experiment_rows.require(tx.connection, experiment_id)
+        if needs_owner:
+            require_owner(request.user, row.owner_id, f"experiment {experiment_id}")
+        action(tx, experiment_id)
+
+    return handle
+
+
+async def preview_search(request: ApiRequest) -> dict[str, Any]:
+    body = request.body()
+    config = body.mapping("config")
+    if config is None:
+        raise body.wrong("config", "an experiment config")
+    summary = await request.services.check(lambda: preview(search_section(config)))
+    return message(
+        bindings.v1PreviewHPSearchResponse,
+        summary=message(
+            bindings.v1SearchSummary,
+            config=masked(summary.config, request.services.secret_names),
+            trials=[_previewed_trials_json(trials) for trials in summary.trials],
+        ),
+    )
+
+
+def _previewed_trials_json(trials: PreviewedTrials) -> dict[str, Any]:
+    unit = message(
+        bindings.v1SearchUnit, maxLength=trials.value is None, name=trials.unit, value=trials.value
+    )
+    return message(bindings.v1TrialSummary, count=trials.count, unit=unit)
+
+
+_ACTIONS: dict[str, Action] = {
+    "pause": experiments.pause,
+    "activate": experiments.activate,
+    "cancel": experiments.cancel,
+    "kill": experiments.kill,
+    "archive": experiments.archive,
+    "unarchive": experiments.unarchive,
+}
 _ONE = "/experiments/{experiment_id:int}"
 routes = [
     route("POST", "/experiments", create_experiment, access=USER, max_body_bytes=_MAX_SUBMISSION_BYTES),
@@ -509,4 +599,15 @@ routes = [
         best_searcher_validation_metric,
         access=TRIAL,
     ),
+    *(route("POST", f"{_ONE}/{verb}", _handler_of(action), access=USER) for verb, action in _ACTIONS.items()),
+    route("POST", f"{_ONE}/move", move, access=USER),
+    route("PUT", f"{_ONE}/retain_logs", retain_logs, access=USER),
+    route("DELETE", _ONE, _handler_of(experiments.delete, needs_owner=True), access=USER),
+    route(
+        "DELETE",
+        f"{_ONE}/tensorboard-files",
+        _handler_of(experiments.delete_tensorboard_files, needs_owner=True),
+        access=USER,
+    ),
+    route("POST", "/preview-hp-search", preview_search, access=USER),
 ]

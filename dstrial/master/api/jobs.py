@@ -19,8 +19,8 @@ from dstrial.master.store.commands import Command
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.experiments import Experiment
 
-_MAX_PRIORITY = 99
-_MAX_SHOWN_JOBS = 3
+_MAX_PRIORITY = 99  # the least urgent
+_MAX_SHOWN_JOBS = 3  # Slurm or Ray jobs in the text of a queue entry
 
 
 Entry: TypeAlias = "jobs.QueuedExperiment | commands.CommandInfo"
@@ -38,7 +38,11 @@ def entries(connection: Connection) -> list[Entry]:
 
 
 def engine_jobs(services: Services, connection: Connection, entry: Entry) -> str:
-    """Return the states of a queue entry's Slurm or Ray jobs as " [...]"; "" if none."""
+    """Return text on the Slurm or Ray jobs of a queue entry, in brackets.
+
+    The text begins with a space, so that it can follow the entry's name. It is empty if there are no such
+    jobs.
+    """
     if services.engine is None:
         return ""
     keys: list[int] | list[str] = (
@@ -53,7 +57,10 @@ def engine_jobs(services: Services, connection: Connection, entry: Entry) -> str
 
 
 def _job_json(services: Services, entry: Entry, num_ahead: int, jobs_text: str) -> dict[str, Any]:
-    """Return a queue entry as ``v1Job``; ``jobs_text`` is appended to its name."""
+    """Return a queue entry as ``v1Job``, with ``jobs_text`` appended to its name.
+
+    ``num_ahead`` is the number of entries before it in the queue.
+    """
     own: dict[str, Any]  # the name is the only free-text column of ``det job list``
     if isinstance(entry, commands.CommandInfo):
         own = {
@@ -109,11 +116,11 @@ def list_jobs(connection: Connection, request: ApiRequest) -> dict[str, Any]:
 @writes
 def update(tx: Transaction, request: ApiRequest) -> None:
     for one in request.body().field_list("updates") or []:
-        _update(tx, one, request.services.settings.pool_name)
+        _update_job(tx, one, request.services.settings.pool_name)
 
 
-def _update(tx: Transaction, control: Fields, pool_name: str) -> None:
-    row = _find(tx, control.required_text("jobId"))
+def _update_job(tx: Transaction, control: Fields, pool_name: str) -> None:
+    row = _require_job(tx, control.required_text("jobId"))
     priority = control.integer("priority", 1, _MAX_PRIORITY)
     weight = control.number("weight")
     pool = control.text("resourcePool")
@@ -125,7 +132,7 @@ def _update(tx: Transaction, control: Fields, pool_name: str) -> None:
     position = row.queue_position
     anchor_id = ahead_of or behind_of
     if anchor_id:
-        anchor = _find(tx, anchor_id)
+        anchor = _require_job(tx, anchor_id)
         priority = anchor.priority
         position = jobs.position_beside(tx.connection, row.job_id, anchor, is_ahead=bool(ahead_of))
     if isinstance(row, Command):
@@ -135,7 +142,7 @@ def _update(tx: Transaction, control: Fields, pool_name: str) -> None:
     jobs.move_experiment(tx, row, position, priority, weight)
 
 
-def _find(tx: Transaction, job_id: str) -> Experiment | Command:
+def _require_job(tx: Transaction, job_id: str) -> Experiment | Command:
     row = jobs.experiment_of(tx.connection, job_id) or jobs.command_of(tx.connection, job_id)
     if row is None:
         raise RequestError(404, f"job {job_id[:80]!r} does not exist; see `det job list`")

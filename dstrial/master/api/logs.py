@@ -9,7 +9,7 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.errors import RequestError
-from dstrial.master.clock import format_us, now_us, parse_time
+from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.responses import Stream, message, ndjson
 from dstrial.master.http.router import ADMIN, TRIAL, ApiRequest, route, writes
 from dstrial.master.http.serializers import as_data
@@ -19,10 +19,9 @@ from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.reports import logs
 
-_CHUNK = 2000
-_FOLLOW_WAIT_S = 30.0
-# The client of a detached run sends its last log lines after its terminal state.
-_LATE_S = 3.0
+_CHUNK_LINES = 2000  # lines per read of the database
+_FOLLOW_WAIT_S = 30.0  # longest wait for new lines before the task's state is read again
+_LATE_S = 3.0  # a detached run sends its last log lines up to this long after its end
 
 
 def _filter(request: ApiRequest, trial_id: int | None, task_id: str | None) -> logs.LogFilter:
@@ -43,18 +42,10 @@ def _filter(request: ApiRequest, trial_id: int | None, task_id: str | None) -> l
         sources=tuple(request.queries("sources")),
         stdtypes=tuple(request.queries("stdtypes")),
         levels=tuple(levels),
-        before_us=_time_us(request, "timestampBefore"),
-        after_us=_time_us(request, "timestampAfter"),
+        before_us=request.query_time_us("timestampBefore"),
+        after_us=request.query_time_us("timestampAfter"),
         search_text=request.query("searchText") or "",
     )
-
-
-def _time_us(request: ApiRequest, name: str) -> int | None:
-    text = request.query(name)
-    try:
-        return parse_time(text) if text else None
-    except (ValueError, OverflowError) as error:
-        raise request.wrong_query(name, "a time") from error
 
 
 async def stream_trial_logs(request: ApiRequest) -> Stream:
@@ -66,12 +57,12 @@ async def stream_trial_logs(request: ApiRequest) -> Stream:
 
 async def stream_task_logs(request: ApiRequest) -> Stream:
     task_id = request.path_params["task_id"]
-    await request.services.read(_task, task_id)
+    await request.services.read(require_task, task_id)
     wanted = _filter(request, None, task_id)
     return ndjson(_lines(request, wanted, f"logs:{task_id}"))
 
 
-def _task(connection: Connection, task_id: str) -> tasks.Task:
+def require_task(connection: Connection, task_id: str) -> tasks.Task:
     row = tasks.get(connection, task_id)
     if row is None:
         raise RequestError(404, f"task {task_id[:80]!r} is not found; expected one of `det task list`.")
@@ -79,8 +70,7 @@ def _task(connection: Connection, task_id: str) -> tasks.Task:
 
 
 def _is_over(connection: Connection, wanted: logs.LogFilter, *, is_detached: bool) -> bool:
-    """Return whether all tasks and allocations that print to a log have ended."""
-    # The last lines of a task that a script runs may arrive late.
+    """Return whether a log is complete: all tasks that write to it have ended."""
     before_us = now_us() - int(_LATE_S * 1e6) if is_detached else now_us()
     return tasks.is_over(connection, wanted.trial_id, wanted.task_id, before_us)
 
@@ -101,7 +91,7 @@ async def _lines(
     with services.pubsub.follow(topic.__eq__) as follower:
         while left is None or left > 0:
             is_over = await services.read(_is_over, wanted, is_detached=is_detached)
-            limit = _CHUNK if left is None else min(_CHUNK, left)
+            limit = _CHUNK_LINES if left is None else min(_CHUNK_LINES, left)
             rows = await services.read(logs.query, dataclasses.replace(wanted, after_id=after, limit=limit))
             if rows:
                 after = rows[-1].id

@@ -23,8 +23,9 @@ from dstrial.master.store.database import SqlError, ping
 
 CLUSTER_NAME = "dstrial"
 
-_FOLLOW_PERIOD_S = 0.3
-_CHUNK_LINES = 1000
+_FOLLOW_PERIOD_S = 0.3  # between two reads of the log file
+_CHUNK_LINES = 1000  # lines per read
+# Time, level and message of a line of the master's log; lines of a traceback do not match.
 _LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}) ([A-Z]+) (.*)", re.DOTALL)
 _PYTHON_LEVELS = {
     "TRACE": logging.DEBUG,
@@ -33,8 +34,7 @@ _PYTHON_LEVELS = {
     "WARNING": logging.WARNING,
     "ERROR": logging.ERROR,
     "CRITICAL": logging.CRITICAL,
-}
-"""Determined log level without its prefix -> Python logging level."""
+}  # level of Determined's API without its prefix -> level of Python's logging
 
 
 async def show_info(request: ApiRequest) -> dict[str, Any]:
@@ -88,7 +88,7 @@ async def show_config(request: ApiRequest) -> dict[str, Any]:
 
 
 async def patch_config(request: ApiRequest) -> dict[str, Any]:
-    """Change the level of the master's log until the master exits; ignore its colour."""
+    """Change the running master's log level; a colour is accepted and ignored."""
     body = request.body()
     if isinstance(body.get("fieldMask"), str):  # protobuf's JSON form of a field mask
         paths = body["fieldMask"].split(",")
@@ -113,7 +113,10 @@ async def patch_config(request: ApiRequest) -> dict[str, Any]:
 
 
 async def stream_logs(request: ApiRequest) -> Stream:
-    """Stream the master's log from line ``offset``, from the end if negative."""
+    """Stream the master's log from line ``offset`` on.
+
+    A negative offset counts from the end.
+    """
     offset, limit = request.query_int("offset") or 0, request.query_int("limit") or 0
     if limit < 0:
         raise RequestError(400, f"limit is {limit}; expected at least 0. Send 0 for no limit.")
@@ -137,12 +140,12 @@ async def _entries(
 
 
 class _LogReader:
-    """Reads new lines of the master's growing log file as ``v1LogEntry``."""
+    """Reads the master's growing log file; each line becomes a ``v1LogEntry``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._line_idx = 0
-        self._position = 0  # bytes
+        self._position = 0  # bytes read so far
         self._time = datetime.datetime.fromtimestamp(0, datetime.timezone.utc)
         self._level = "LOG_LEVEL_INFO"
 
@@ -172,7 +175,10 @@ class _LogReader:
         return entries
 
     def _entry(self, text: str) -> dict[str, Any]:
-        """Return a line as ``v1LogEntry``, with the previous line's time if it has none."""
+        """Return a line as ``v1LogEntry``.
+
+        A line without a time, as in a traceback, gets time and level of the line before.
+        """
         match = _LINE.fullmatch(text)
         if match is not None:
             self._time = datetime.datetime.fromisoformat(match[1]).astimezone(datetime.timezone.utc)

@@ -65,14 +65,17 @@ def _version_json(
     )
 
 
-def _given(body: Fields, texts: tuple[str, ...]) -> dict[str, Any]:
+def _given_fields(body: Fields, texts: tuple[str, ...]) -> dict[str, Any]:
     found: dict[str, Any] = {name: body.text(name) for name in texts}
     found.update(metadata=body.mapping("metadata"), labels=body.texts("labels"))
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _workspace(connection: Connection, body: Fields) -> int | None:
-    """Return the id of the body's workspace or None; raise InvalidError if archived."""
+def _given_workspace_id(connection: Connection, body: Fields) -> int | None:
+    """Return the id of the workspace that a request names, or None if it names none.
+
+    Raises InvalidError if the workspace is archived.
+    """
     name, number = body.text("workspaceName"), body.integer("workspaceId")
     if not name and not number:
         return None
@@ -82,7 +85,7 @@ def _workspace(connection: Connection, body: Fields) -> int | None:
 
 
 def _unarchived_model(connection: Connection, request: ApiRequest) -> models.ModelInfo:
-    row = _model(connection, request)
+    row = _model_in_path(connection, request)
     if row.is_archived:
         raise RequestError(
             400,
@@ -117,31 +120,31 @@ def list_models(connection: Connection, request: ApiRequest) -> dict[str, Any]:
 @writes
 def create_model(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
     body = request.body()
-    given = {"description": "", "notes": "", "metadata": {}, "labels": [], **_given(body, _TEXTS)}
+    given = {"description": "", "notes": "", "metadata": {}, "labels": [], **_given_fields(body, _TEXTS)}
     given["name"] = body.required_text("name")
-    workspace_id = _workspace(tx.connection, body) or workspaces.DEFAULT_ID
+    workspace_id = _given_workspace_id(tx.connection, body) or workspaces.DEFAULT_ID
     models.create(tx, owner_id=request.user.id, workspace_id=workspace_id, **given)
     created = models.require(tx.connection, given["name"])
     return message(bindings.v1PostModelResponse, model=model_json(created))
 
 
-def _model(connection: Connection, request: ApiRequest) -> models.ModelInfo:
+def _model_in_path(connection: Connection, request: ApiRequest) -> models.ModelInfo:
     return models.require(connection, request.path_params["model"])
 
 
 @reads
 def show_model(connection: Connection, request: ApiRequest) -> dict[str, Any]:
-    return message(bindings.v1GetModelResponse, model=model_json(_model(connection, request)))
+    return message(bindings.v1GetModelResponse, model=model_json(_model_in_path(connection, request)))
 
 
 @writes
 def patch_model(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
     body = request.body()
-    given = _given(body, _TEXTS)
+    given = _given_fields(body, _TEXTS)
     row = _unarchived_model(tx.connection, request)
     if "name" in given:
         models.check_name(tx.connection, given["name"], row.id)
-    workspace_id = _workspace(tx.connection, body)
+    workspace_id = _given_workspace_id(tx.connection, body)
     if workspace_id is not None:
         given["workspace_id"] = workspace_id
     models.change(tx, row.id, **given)
@@ -150,7 +153,7 @@ def patch_model(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 
 
 def _own_model(connection: Connection, request: ApiRequest) -> models.ModelInfo:
-    row = _model(connection, request)
+    row = _model_in_path(connection, request)
     require_owner(request.user, row.owner_id, f"model {row.name!r}")
     return row
 
@@ -166,7 +169,7 @@ def archive_model(tx: Transaction, request: ApiRequest) -> None:
 
 @writes
 def delete_model(tx: Transaction, request: ApiRequest) -> None:
-    """Delete a model and its versions but not their checkpoints."""
+    """Delete a model and its versions; the versions' checkpoints stay."""
     models.delete(tx, _own_model(tx.connection, request).id)
 
 
@@ -179,7 +182,7 @@ def list_labels(connection: Connection, request: ApiRequest) -> dict[str, Any]:
 @reads
 def list_versions(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     sort_by = request.query_choice("sortBy", bindings.v1GetModelVersionsRequestSortBy)
-    model = _model(connection, request)
+    model = _model_in_path(connection, request)
     rows, pagination = request.page(
         models.list_versions(
             connection,
@@ -199,7 +202,7 @@ def list_versions(connection: Connection, request: ApiRequest) -> dict[str, Any]
 @writes
 def register_version(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
     body = request.body()
-    uuid, given = body.required_text("checkpointUuid"), _given(body, _VERSION_TEXTS)
+    uuid, given = body.required_text("checkpointUuid"), _given_fields(body, _VERSION_TEXTS)
     model = _unarchived_model(tx.connection, request)
     checkpoint = checkpoint_rows.require_checkpoint(tx.connection, uuid)
     checkpoint_rows.refuse_deleting(tx.connection, checkpoint)
@@ -212,30 +215,32 @@ def register_version(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
     )
 
 
-def _version(connection: Connection, request: ApiRequest) -> tuple[models.ModelInfo, models.VersionInfo]:
-    model = _model(connection, request)
+def _version_in_path(
+    connection: Connection, request: ApiRequest
+) -> tuple[models.ModelInfo, models.VersionInfo]:
+    model = _model_in_path(connection, request)
     return model, models.require_version(connection, model, request.path_params["version"])
 
 
 @reads
 def show_version(connection: Connection, request: ApiRequest) -> dict[str, Any]:
-    shown = _version_json(connection, request, *_version(connection, request))
+    shown = _version_json(connection, request, *_version_in_path(connection, request))
     return message(bindings.v1GetModelVersionResponse, modelVersion=shown)
 
 
 @writes
 def patch_version(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
-    given = _given(request.body(), _VERSION_TEXTS)
+    given = _given_fields(request.body(), _VERSION_TEXTS)
     _unarchived_model(tx.connection, request)
-    model, row = _version(tx.connection, request)
+    model, row = _version_in_path(tx.connection, request)
     models.change_version(tx, row.id, model.id, **given)
-    shown = _version_json(tx.connection, request, *_version(tx.connection, request))
+    shown = _version_json(tx.connection, request, *_version_in_path(tx.connection, request))
     return message(bindings.v1PatchModelVersionResponse, modelVersion=shown)
 
 
 @writes
 def delete_version(tx: Transaction, request: ApiRequest) -> None:
-    model, row = _version(tx.connection, request)
+    model, row = _version_in_path(tx.connection, request)
     if request.user.id != model.owner_id:
         require_owner(request.user, row.owner_id, f"version {row.version} of model {model.name!r}")
     models.delete_version(tx, row.id, model.id)
@@ -245,7 +250,7 @@ def delete_version(tx: Transaction, request: ApiRequest) -> None:
 def list_metrics(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     group = request.query("metricGroup") or None
     kind = request.query_choice("trialSourceInfoType", bindings.v1TrialSourceInfoType)
-    model, row = _version(connection, request)
+    model, row = _version_in_path(connection, request)
     trial_ids = checkpoint_rows.users_of_version(connection, model.id, row.version, kind)
     reports = [report_json(one, group) for one in metrics.reports(connection, trial_ids, group)]
     return message(bindings.v1GetTrialMetricsByModelVersionResponse, metrics=reports)

@@ -25,7 +25,7 @@ _ORDER: dict[str, Callable[[projects.ProjectInfo], Any]] = {
     "SORT_BY_CREATION_TIME": lambda row: row.created_us,
     "SORT_BY_LAST_EXPERIMENT_START_TIME": lambda row: row.last_us or 0,
 }
-_MAX_NOTES_BYTES = 1 << 20
+_MAX_NOTES_BYTES = 1 << 20  # of a project's notes as JSON
 
 
 def project_json(row: projects.ProjectInfo) -> dict[str, Any]:
@@ -61,13 +61,13 @@ def list_projects(connection: Connection, request: ApiRequest) -> dict[str, Any]
     return {"projects": [project_json(row) for row in rows], "pagination": pagination}
 
 
-def _project_json(connection: Connection, project_id: int) -> dict[str, Any]:
+def _read_project_json(connection: Connection, project_id: int) -> dict[str, Any]:
     return project_json(projects.require(connection, project_id))
 
 
 @reads
 def show_project(connection: Connection, request: ApiRequest) -> dict[str, Any]:
-    return {"project": _project_json(connection, request.path_params["project_id"])}
+    return {"project": _read_project_json(connection, request.path_params["project_id"])}
 
 
 @writes
@@ -83,7 +83,7 @@ def create_project(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
         description=body.text("description") or "",
         owner_id=request.user.id,
     )
-    return message(bindings.v1PostProjectResponse, project=_project_json(tx.connection, project_id))
+    return message(bindings.v1PostProjectResponse, project=_read_project_json(tx.connection, project_id))
 
 
 def _editable_project(connection: Connection, request: ApiRequest, verb: str) -> projects.ProjectInfo:
@@ -105,7 +105,7 @@ def patch_project(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
     if "key" in changes:
         changes["key"] = projects.check_key(tx.connection, changes["key"], row.id)
     projects.change(tx, row.id, **changes)
-    return message(bindings.v1PatchProjectResponse, project=_project_json(tx.connection, row.id))
+    return message(bindings.v1PatchProjectResponse, project=_read_project_json(tx.connection, row.id))
 
 
 @writes

@@ -16,7 +16,7 @@ from determined.common.api import bindings
 from starlette.responses import Response
 
 from dstrial.errors import RequestError
-from dstrial.master.clock import format_us, now_us, parse_time
+from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.fields import shown
 from dstrial.master.http.responses import message
 from dstrial.master.http.router import USER, ApiRequest, reads, route
@@ -37,29 +37,29 @@ _GROUPS = (
 )
 _DAILY = bindings.v1ResourceAllocationAggregationPeriod.DAILY.value
 _MONTHLY = bindings.v1ResourceAllocationAggregationPeriod.MONTHLY.value
-_MAX_PERIODS = 4000
+_MAX_PERIODS = 4000  # days or months per request
 _UTC = datetime.timezone.utc
 
 
-def _time(request: ApiRequest, name: str) -> int:
-    try:
-        return parse_time(request.query(name) or "")
-    except (ValueError, OverflowError) as error:
-        raise request.wrong_query(name, "a time such as 2026-01-31T00:00:00Z") from error
+def _time_us(request: ApiRequest, name: str) -> int:
+    found = request.query_time_us(name)
+    if found is None:
+        raise request.wrong_query(name, "a time such as 2026-01-31T00:00:00Z")
+    return found
 
 
 def _window(request: ApiRequest) -> tuple[int, int]:
-    after_us, before_us = _time(request, "timestampAfter"), _time(request, "timestampBefore")
+    after_us, before_us = _time_us(request, "timestampAfter"), _time_us(request, "timestampBefore")
     if before_us < after_us:
         raise request.wrong_query("timestampBefore", "a time that is not before timestampAfter")
     return after_us, before_us
 
 
 def _raw(connection: Connection, request: ApiRequest) -> list[dict[str, Any]]:
-    """Return v1ResourceAllocationRawEntry items: one per interval of an allocation.
+    """Return ``v1ResourceAllocationRawEntry`` items sorted by start time.
 
-    An interval is, for example, training or validation. One more item covers the time that the master (as agent) has run.
-    ``seconds`` is the part of the interval within the request's time range.
+    There is one item per interval of an allocation, for example of training or validation, and one for the time that the
+    master has run. An item's ``seconds`` is the part of its interval within the request's time range.
     """
     after_us, before_us = _window(request)
     services, now = request.services, now_us()
@@ -154,13 +154,13 @@ def _day(request: ApiRequest, name: str, is_monthly: bool) -> datetime.date:
         raise request.wrong_query(name, "a date, YYYY-MM-DD or by months YYYY-MM") from error
 
 
-def _next(day: datetime.date, is_monthly: bool) -> datetime.date:
+def _next_start(day: datetime.date, is_monthly: bool) -> datetime.date:
     if not is_monthly:
         return day + datetime.timedelta(days=1)
     return (day.replace(day=28) + datetime.timedelta(days=4)).replace(day=1)
 
 
-def _us(day: datetime.date) -> int:
+def _start_us(day: datetime.date) -> int:
     return int(datetime.datetime(day.year, day.month, day.day, tzinfo=_UTC).timestamp()) * 1_000_000
 
 
@@ -181,8 +181,8 @@ def _aggregated(connection: Connection, request: ApiRequest) -> list[dict[str, A
         )
     entries = []
     while day <= last:
-        following = _next(day, is_monthly)
-        start_us, end_us = _us(day), _us(following)
+        following = _next_start(day, is_monthly)
+        start_us, end_us = _start_us(day), _start_us(following)
         uses = allocations.uses(connection, start_us, end_us)
         entries.append(
             message(

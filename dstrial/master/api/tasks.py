@@ -12,13 +12,14 @@ from dstrial.config.documents import read_yaml_text
 from dstrial.config.secrets import SecretNames, masked_json, unmasked
 from dstrial.errors import RequestError
 from dstrial.master.api.agents import device_json, devices_of
-from dstrial.master.api.commands import MAX_BODY_BYTES, checked
+from dstrial.master.api.commands import MAX_BODY_BYTES, validated_command
+from dstrial.master.api.logs import require_task
 from dstrial.master.backends.model_definition import pack
 from dstrial.master.clock import format_us
 from dstrial.master.http.fields import Fields
 from dstrial.master.http.responses import message
 from dstrial.master.http.router import TRIAL, USER, ApiRequest, reads, route, writes
-from dstrial.master.http.serializers import time_or_none
+from dstrial.master.http.serializers import proxy_ports, time_or_none
 from dstrial.master.lifecycle import commands as life
 from dstrial.master.services import Services
 from dstrial.master.store import commands, projects, tasks
@@ -31,8 +32,8 @@ _STATES = {"ASSIGNED": "STATE_STARTING", "RUNNING": "STATE_RUNNING", "TERMINATED
 _GENERIC = ("GENERIC",)
 
 
-def _ports(row: tasks.ActiveAllocation) -> list[dict[str, Any]]:
-    configured = (json.loads(row.config).get("environment") or {}).get("proxy_ports") or []
+def _proxy_ports_json(row: tasks.ActiveAllocation) -> list[dict[str, Any]]:
+    configured = proxy_ports(row.config)
     ports = [
         (one["proxy_port"], bool(one.get("proxy_tcp")), f"{row.task_id}:{one['proxy_port']}")
         for one in configured
@@ -46,7 +47,7 @@ def _ports(row: tasks.ActiveAllocation) -> list[dict[str, Any]]:
     ]
 
 
-def _summary(
+def _allocation_summary(
     services: Services,
     row: tasks.ActiveAllocation,
     names: Mapping[int, str],
@@ -73,7 +74,7 @@ def _summary(
         resources=[resources],
         slotsNeeded=len(row.slots),
         priority=row.priority,
-        proxyPorts=_ports(row),
+        proxyPorts=_proxy_ports_json(row),
         resourcePool=services.settings.pool_name,
         schedulerType="priority",
     )
@@ -84,7 +85,7 @@ def list_tasks(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     services = request.services
     names = {node.id: node.name for node in services.backend.nodes()}
     devices = devices_of(services)
-    found = [_summary(services, row, names, devices) for row in tasks.active(connection)]
+    found = [_allocation_summary(services, row, names, devices) for row in tasks.active(connection)]
     return {"allocationIdToSummary": {one["allocationId"]: one for one in found}}
 
 
@@ -103,23 +104,20 @@ def _allocation_json(row: Allocation) -> dict[str, Any]:
     )
 
 
-def _submitted(row: commands.CommandInfo, names: SecretNames) -> str:
-    """Return a task's config as JSON with masked secrets."""
+def _submitted_config(row: commands.CommandInfo, names: SecretNames) -> str:
+    """Return the config submitted for a task, as JSON with masked secrets."""
     return masked_json(row.original_config or row.config, names)
 
 
 @reads
 def show_task(connection: Connection, request: ApiRequest) -> dict[str, Any]:
-    task_id = request.path_params["task_id"]
-    task = tasks.get(connection, task_id)
-    if task is None:
-        raise RequestError(404, f"task {task_id[:80]!r} does not exist; see `det task list`")
+    task = require_task(connection, request.path_params["task_id"])
     row = commands.get(connection, task.id)
     more: dict[str, Any] = {}
     if row is not None and row.kind == "GENERIC":
         more = {
             "taskState": f"GENERIC_TASK_STATE_{row.state}",
-            "config": _submitted(row, request.services.secret_names),
+            "config": _submitted_config(row, request.services.secret_names),
             "noPause": not row.is_pausable,
             "parentId": row.parent_id,
             "forkedFrom": row.forked_from,
@@ -131,7 +129,7 @@ def show_task(connection: Connection, request: ApiRequest) -> dict[str, Any]:
             taskType=f"TASK_TYPE_{task.type}",
             startTime=format_us(task.start_us),
             endTime=time_or_none(task.end_us),
-            allocations=[_allocation_json(one) for one in tasks.allocations_of(connection, task_id)],
+            allocations=[_allocation_json(one) for one in tasks.allocations_of(connection, task.id)],
             **more,
         )
     }
@@ -144,8 +142,8 @@ async def create(request: ApiRequest) -> dict[str, Any]:
         await services.read(commands.require, parent_id, _GENERIC)
     forked = None if forked_from is None else await services.read(commands.require, forked_from, _GENERIC)
     known = [] if forked is None else [json.loads(forked.config)]
-    given = await _given_config(request, body, forked)
-    spec = await checked(request, given, "GENERIC", None, *known)
+    given = await _config_of(request, body, forked)
+    spec = await validated_command(request, given, "GENERIC", None, *known)
     # A fork's config contains masked secrets: restore them from the forked task.
     original = unmasked(given, [*known, spec.config], "the config")
     project = await services.read(projects.require, body.integer("projectId") or projects.DEFAULT_ID)
@@ -155,7 +153,7 @@ async def create(request: ApiRequest) -> dict[str, Any]:
         spec,
         request.user.id,
         project.workspace_id,
-        await _context(request, body, forked_from, parent_id),
+        await _context_tgz(request, body, forked_from, parent_id),
         is_pausable=not body.flag("noPause"),
         parent_id=parent_id,
         forked_from=forked_from,
@@ -165,7 +163,7 @@ async def create(request: ApiRequest) -> dict[str, Any]:
     return message(bindings.v1CreateGenericTaskResponse, taskId=task_id, warnings=[])
 
 
-async def _given_config(
+async def _config_of(
     request: ApiRequest, body: Fields, forked: commands.CommandInfo | None
 ) -> dict[str, Any]:
     text = body.text("config") or ""
@@ -180,10 +178,13 @@ async def _given_config(
     return given
 
 
-async def _context(
+async def _context_tgz(
     request: ApiRequest, body: Fields, forked_from: str | None, parent_id: str | None
 ) -> bytes:
-    """Return a new task's files as tar.gz: uploaded, or copied from another task."""
+    """Return a new task's files as tar.gz, uploaded or copied.
+
+    Files are copied from the parent if the request says ``inheritContext``, else from the forked task.
+    """
     services = request.services
     files = [dict(file) for file in body.field_list("contextDirectory") or []]
     inherits = bool(body.flag("inheritContext"))
@@ -211,13 +212,13 @@ async def _context(
 def show_config(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     row = commands.require(connection, request.path_params["task_id"])
     return message(
-        bindings.v1GetGenericTaskConfigResponse, config=_submitted(row, request.services.secret_names)
+        bindings.v1GetGenericTaskConfigResponse, config=_submitted_config(row, request.services.secret_names)
     )
 
 
 @writes
 def kill(tx: Transaction, request: ApiRequest) -> None:
-    """Kill a task and its descendants; with ``killFromRoot``, all of its tree.
+    """Kill a task and its child tasks; with ``killFromRoot``, its whole tree of tasks.
 
     A COMPLETED or CANCELED task is rejected, as in Determined 0.38.1 (KillGenericTask, "cannot cancel task … as it is in state").
     """

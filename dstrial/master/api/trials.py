@@ -36,10 +36,10 @@ from dstrial.master.store.reports import metrics
 from dstrial.master.store.reports.metric_summaries import MAX_NAME_CHARS
 from dstrial.master.store.views import listings
 
-_MAX_METADATA_BYTES = 1 << 20
-_MAX_STEPS = 2**31 - 1
+_MAX_METADATA_BYTES = 1 << 20  # of a run's metadata as JSON
+_MAX_STEPS = 2**31 - 1  # of completed batches, and of a run's number
 _MAX_WAIT_S = 600  # longest long poll for a preemption, which is what clients request
-_MAX_DAYS = 32767  # longest log retention, a smallint in Determined's database
+MAX_LOG_DAYS = 32767  # longest log retention, a smallint in Determined's database
 _INFERENCE = bindings.v1TrialSourceInfoType.INFERENCE.value
 # Kinds of workloads; the numbers order the workloads of one batch.
 _TRAINING, _VALIDATION, _CHECKPOINT = 0, 1, 2
@@ -69,12 +69,23 @@ def list_trials(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     return {"pagination": page.to_json(), "trials": [trial_json(request.services, row) for row in rows]}
 
 
-@reads
-def show_trial(connection: Connection, request: ApiRequest) -> dict[str, Any]:
-    trial_id = request.path_params["trial_id"]
+def read_trial_json(connection: Connection, request: ApiRequest, trial_id: int) -> dict[str, Any]:
     trial_rows.require(connection, trial_id)
     (row,) = listings.list_trials(connection, now_us=now_us(), trial_id=trial_id)
-    return message(bindings.v1GetTrialResponse, trial=trial_json(request.services, row))
+    return trial_json(request.services, row)
+
+
+@reads
+def show_trial(connection: Connection, request: ApiRequest) -> dict[str, Any]:
+    trial = read_trial_json(connection, request, request.path_params["trial_id"])
+    return message(bindings.v1GetTrialResponse, trial=trial)
+
+
+def require_trial_of_task(connection: Connection, task_id: str) -> trial_rows.Trial:
+    trial = trial_rows.of_task(connection, task_id)
+    if trial is None:
+        raise RequestError(404, f"task {task_id[:80]!r} is not found; expected a trial's task. Name another.")
+    return trial
 
 
 @reads
@@ -164,12 +175,12 @@ def set_runner_metadata(tx: Transaction, request: ApiRequest) -> None:
 @writes
 def retain_logs(tx: Transaction, request: ApiRequest) -> None:
     trial = trial_rows.require(tx.connection, request.path_params["trial_id"])
-    trial_rows.keep_logs(tx, trial.id, request.body().required_integer("numDays", -1, _MAX_DAYS))
+    trial_rows.keep_logs(tx, trial.id, request.body().required_integer("numDays", -1, MAX_LOG_DAYS))
 
 
 @writes
 def start_run(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
-    """Mark the allocation as ready."""
+    """Mark the allocation that sends the request as ready."""
     run_id = request.body().required_integer("runId")
     request.require_trial(run_id)
     trial_rows.require(tx.connection, run_id)
@@ -195,7 +206,7 @@ def set_run_metadata(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 
 @writes
 def report_source(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
-    """Record that a trial uses a checkpoint or a model version."""
+    """Record that a trial starts from or evaluates a checkpoint or model version."""
     body = request.body()
     source = body.fields("trialSourceInfo") or body
     trial_id, uuid = source.required_integer("trialId"), source.required_text("checkpointUuid")
@@ -210,9 +221,9 @@ def report_source(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 
 
 async def preemption_signal(request: ApiRequest) -> dict[str, Any]:
-    """Wait (long poll) until the allocation must stop or has ended.
+    """Wait (long poll) until the allocation is asked to stop or has ended.
 
-    If neither happens before the request's timeout, ``preempt`` in the response is false.
+    ``preempt`` in the response is true then, and false if the request's timeout comes first.
     """
     allocation_id = request.path_params["allocation_id"]
     timeout_s = request.query_int("timeoutSeconds") or 0
@@ -270,7 +281,7 @@ async def report_metrics(request: ApiRequest) -> dict[str, Any]:
 
 
 def report_time_us(text: str | None) -> int:
-    """Parse the time of a report into microseconds; None means the current time."""
+    """Return a report's time in microseconds since the epoch; now if it has none."""
     if text is None:
         return now_us()
     try:
@@ -305,9 +316,10 @@ async def _reports(services: Services, trial_ids: list[int], group: str) -> Asyn
 
 
 def report_json(row: metrics.Report, group: str | None) -> dict[str, Any]:
-    """Return a report as ``v1MetricsReport``; ``group`` is the requested group.
+    """Return a report of metrics as ``v1MetricsReport``.
 
-    If no group is requested, a validation report has its values also under ``avg_metrics``.
+    ``group`` is the metric group that the request names. If it is None, a validation report has its values under
+    ``avg_metrics`` too.
     """
     keys = ["validation_metrics" if row.group_name == "validation" else "avg_metrics"]
     if group is None and keys != ["avg_metrics"]:

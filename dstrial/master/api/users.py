@@ -9,6 +9,7 @@ from determined.common.api import bindings
 
 from dstrial.errors import RequestError
 from dstrial.master.clock import format_us
+from dstrial.master.http.access import require_admin
 from dstrial.master.http.fields import Fields
 from dstrial.master.http.responses import message
 from dstrial.master.http.router import ADMIN, USER, ApiRequest, reads, route
@@ -61,13 +62,13 @@ def list_users(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     )
 
 
-def _user_json(connection: Connection, user_id: int) -> dict[str, Any]:
+def _read_user_json(connection: Connection, user_id: int) -> dict[str, Any]:
     return {"user": user_json(users.find_by_id(connection, user_id).without_password())}
 
 
 @reads
 def show_user(connection: Connection, request: ApiRequest) -> dict[str, Any]:
-    return _user_json(connection, request.path_params["user_id"])
+    return _read_user_json(connection, request.path_params["user_id"])
 
 
 def require_by_name(connection: Connection, username: str) -> users.StoredUser:
@@ -88,7 +89,7 @@ async def create_user(request: ApiRequest) -> dict[str, Any]:
     user = body.fields("user")
     if user is None:
         raise body.wrong("user", "an object with a username")
-    _refuse_foreign(user)
+    _refuse_unsupported(user)
     username = user.required_text("username")
     admin, active, name = user.flag("admin") or False, user.flag("active"), user.text("displayName") or ""
     password = _password(body)
@@ -104,7 +105,7 @@ async def create_user(request: ApiRequest) -> dict[str, Any]:
             display_name=name,
             active=active is not False,
         )
-        return _user_json(tx.connection, user_id)
+        return _read_user_json(tx.connection, user_id)
 
     return await request.services.write(write)
 
@@ -113,13 +114,9 @@ async def patch_user(request: ApiRequest) -> dict[str, Any]:
     """Change a user; non-administrators may change only their own name and password."""
     body, user_id = request.body(), request.path_params["user_id"]
     given = [name for name in _ADMIN_ONLY if body.get(name) is not None]
-    if not request.user.admin and (user_id != request.user.id or given):
-        raise RequestError(
-            403,
-            f"user {request.user.username!r} is no administrator; expected one to change "
-            f"{', '.join(given) or 'other users'}. Ask with `det -u admin`.",
-        )
-    _refuse_foreign(body)
+    if user_id != request.user.id or given:
+        require_admin(request.user, f"change {', '.join(given) or 'other users'}")
+    _refuse_unsupported(body)
     username, admin, active = body.text("username"), body.flag("admin"), body.flag("active")
     display_name, password = body.text("displayName"), _password(body)
     identity = request.identity
@@ -137,13 +134,16 @@ async def patch_user(request: ApiRequest) -> dict[str, Any]:
         )
         if password is not None or active is False:
             tokens.end_user_tokens(tx, user_id, except_hash=None if active is False else identity.token_hash)
-        return _user_json(tx.connection, user_id)
+        return _read_user_json(tx.connection, user_id)
 
     return await request.services.write(write)
 
 
 def _password(body: Fields) -> str | None:
-    """Return a request's new password as salted SHA-512, or None; raise if blank."""
+    """Return a request's new password as salted SHA-512, or None if it has none.
+
+    Raises HTTP 400 if it is blank.
+    """
     password = body.text("password")
     if password is None:
         return None
@@ -152,7 +152,7 @@ def _password(body: Fields) -> str | None:
     return password if body.flag("isHashed") else users.client_hash(password)
 
 
-def _refuse_foreign(user: Fields) -> None:
+def _refuse_unsupported(user: Fields) -> None:
     if user.get("remote") or user.get("agentUserGroup"):
         raise RequestError(
             501,

@@ -25,14 +25,19 @@ from dstrial.master.store.reports.logs import LEVELS, add_master_line
 from dstrial.master.store.tokens import User
 from dstrial.master.store.webhooks import Trigger, Webhook
 from dstrial.master.webhooks import events
-from dstrial.master.webhooks.payloads import body_of, test_event
+from dstrial.master.webhooks.delivery import send_event
+from dstrial.master.webhooks.payloads import test_event
 
 _TYPES = tuple(f"TRIGGER_TYPE_{name}" for name in ("EXPERIMENT_STATE_CHANGE", "TASK_LOG", "CUSTOM"))
 _CONDITION_KEYS = {"EXPERIMENT_STATE_CHANGE": "state", "TASK_LOG": "regex"}
 
 
 def webhook_json(webhook: Webhook, *, shows_url: bool) -> dict[str, Any]:
-    """Return a webhook as JSON; mask its URL, often a secret, unless ``shows_url``."""
+    """Return a webhook as ``v1Webhook``.
+
+    The additional field "delivery" tells how the last events were delivered. The URL, which is often a secret, is masked
+    unless ``shows_url``.
+    """
     triggers = [
         message(
             bindings.v1Trigger,
@@ -65,8 +70,8 @@ def masked_url(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}/{MASK}"
 
 
-def seen_workspaces(connection: Connection, user: User) -> set[int] | None:
-    """Return ids of the workspaces whose webhooks a user may see; None means all."""
+def visible_workspaces(connection: Connection, user: User) -> set[int] | None:
+    """Return the ids of the workspaces whose webhooks a user may see; None means all."""
     if user.admin:
         return None
     return workspaces.owned_by(connection, user.id)
@@ -87,7 +92,7 @@ def _require_may_edit(connection: Connection, user: User, workspace_id: int | No
 @reads
 def list_webhooks(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     user = request.user
-    found = webhooks.list_webhooks(connection, seen_workspaces(connection, user))
+    found = webhooks.list_webhooks(connection, visible_workspaces(connection, user))
     return {
         "webhooks": [webhook_json(one, shows_url=user.admin or one.workspace_id is not None) for one in found]
     }
@@ -95,7 +100,7 @@ def list_webhooks(connection: Connection, request: ApiRequest) -> dict[str, Any]
 
 @writes
 def create_webhook(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
-    webhook = _given(request.body())
+    webhook = _given_webhook(request.body())
     if webhook.workspace_id is not None:
         workspaces.require(tx.connection, webhook.workspace_id)
     _require_may_edit(tx.connection, request.user, webhook.workspace_id)
@@ -103,7 +108,7 @@ def create_webhook(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
     return message(bindings.v1PostWebhookResponse, webhook=webhook_json(created, shows_url=True))
 
 
-def _given(body: Fields) -> Webhook:
+def _given_webhook(body: Fields) -> Webhook:
     kind = (body.choice("webhookType", bindings.v1WebhookType) or "").removeprefix("WEBHOOK_TYPE_")
     mode = (body.choice("mode", bindings.v1WebhookMode) or "").removeprefix("WEBHOOK_MODE_")
     return Webhook(
@@ -112,11 +117,11 @@ def _given(body: Fields) -> Webhook:
         type="SLACK" if kind == "SLACK" else "DEFAULT",
         mode="SPECIFIC" if mode == "SPECIFIC" else "WORKSPACE",
         workspace_id=body.integer("workspaceId", 0, 2**31 - 1) or None,
-        triggers=tuple(_trigger(one) for one in body.field_list("triggers") or []),
+        triggers=tuple(_given_trigger(one) for one in body.field_list("triggers") or []),
     )
 
 
-def _trigger(fields: Fields) -> Trigger:
+def _given_trigger(fields: Fields) -> Trigger:
     kind = (fields.choice("triggerType", _TYPES) or "").removeprefix("TRIGGER_TYPE_")
     if not kind:
         raise fields.wrong("triggerType", "one of " + ", ".join(_TYPES))
@@ -130,7 +135,7 @@ def _trigger(fields: Fields) -> Trigger:
     return Trigger(kind, value)
 
 
-def _editable(connection: Connection, request: ApiRequest) -> Webhook:
+def _editable_webhook(connection: Connection, request: ApiRequest) -> Webhook:
     """Return the webhook in the path; raise HTTP 400 if the user may not change it."""
     found = webhooks.require(connection, request.path_params["webhook_id"])
     _require_may_edit(connection, request.user, found.workspace_id)
@@ -139,23 +144,17 @@ def _editable(connection: Connection, request: ApiRequest) -> Webhook:
 
 @writes
 def delete_webhook(tx: Transaction, request: ApiRequest) -> None:
-    webhooks.delete(tx, _editable(tx.connection, request).id)
+    webhooks.delete(tx, _editable_webhook(tx.connection, request).id)
 
 
 async def try_out(request: ApiRequest) -> dict[str, Any]:
-    """Send one test event to a webhook's URL; raise if the receiver rejects it."""
+    """Send a test event to a webhook's URL; raise HTTP 400 if the receiver rejects it."""
     services = request.services
-    webhook = await services.read(_editable, request)
-    body = body_of(
-        test_event(str(uuid.uuid4()), int(time.time())),
-        webhook.type,
-        node=services.agent_id,
-        pool=services.settings.pool_name,
-        base_url=services.settings.base_url,
-    )
+    webhook = await services.read(_editable_webhook, request)
+    event = test_event(str(uuid.uuid4()), int(time.time()))
     # Uses the default executor, not the database readers' pool: a hanging receiver must not block other requests.
     outcome = await asyncio.get_running_loop().run_in_executor(
-        None, services.webhook_sender.post, webhook.url, body
+        None, send_event, services, webhook.url, webhook.type, event
     )
     if outcome is None:
         raise RequestError(

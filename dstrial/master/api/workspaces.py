@@ -23,20 +23,21 @@ from dstrial.master.store import workspaces
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.projects import ProjectInfo
 
-Held: TypeAlias = "workspaces.WorkspaceInfo | ProjectInfo"
+WorkspaceOrProject: TypeAlias = "workspaces.WorkspaceInfo | ProjectInfo"
 
 _ORDER: dict[str, Callable[[workspaces.WorkspaceInfo], Any]] = {
     "": lambda row: row.id,
     "SORT_BY_NAME": lambda row: row.name.casefold(),
 }
-_KUBERNETES = ("clusterNamespaceMeta", "clusterQuotaPairs")
-_POOLS = (
+# Fields of a request that the embedded master does not support.
+_KUBERNETES_FIELDS = ("clusterNamespaceMeta", "clusterQuotaPairs")
+_POOL_FIELDS = (
     "defaultComputePool",
     "defaultAuxPool",
     "defaultComputeResourcePool",
     "defaultAuxResourcePool",
 )
-_TEMPLATE = "the template's config"
+_TEMPLATE = "the template's config"  # in messages
 
 
 def workspace_json(row: workspaces.WorkspaceInfo, settings: MasterSettings) -> dict[str, Any]:
@@ -60,11 +61,11 @@ def workspace_json(row: workspaces.WorkspaceInfo, settings: MasterSettings) -> d
     )
 
 
-def is_wanted(request: ApiRequest, row: Held) -> bool:
-    """Return whether a workspace or project matches the query's filters.
+def is_wanted(request: ApiRequest, row: WorkspaceOrProject) -> bool:
+    """Return whether a workspace or project matches the filters in a request's query.
 
-    The filter ``name`` is compared with the whole name, ignoring case, as clients use the first result. A project in an archived
-    workspace counts as archived.
+    The filter ``name`` must equal the whole name, ignoring case, because clients take the first result. A project in an
+    archived workspace counts as archived.
     """
     exact, name = request.query("nameCaseSensitive"), request.query("name")
     user_ids, usernames = request.query_ints("userIds"), request.queries("users")
@@ -88,13 +89,13 @@ def list_workspaces(connection: Connection, request: ApiRequest) -> dict[str, An
     return {"workspaces": shown, "pagination": pagination}
 
 
-def _workspace_json(connection: Connection, request: ApiRequest, workspace_id: int) -> dict[str, Any]:
+def _read_workspace_json(connection: Connection, request: ApiRequest, workspace_id: int) -> dict[str, Any]:
     return workspace_json(workspaces.require(connection, workspace_id), request.services.settings)
 
 
 @reads
 def show_workspace(connection: Connection, request: ApiRequest) -> dict[str, Any]:
-    return {"workspace": _workspace_json(connection, request, request.path_params["workspace_id"])}
+    return {"workspace": _read_workspace_json(connection, request, request.path_params["workspace_id"])}
 
 
 def _storage(body: Fields) -> dict[str, Any] | None:
@@ -102,14 +103,14 @@ def _storage(body: Fields) -> dict[str, Any] | None:
     return checked_storage(given, "the workspace's storage") if given else None
 
 
-def _check_offered(body: Fields, pool_name: str) -> None:
-    if any(body.get(name) for name in _KUBERNETES):
+def _refuse_unsupported(body: Fields, pool_name: str) -> None:
+    if any(body.get(name) for name in _KUBERNETES_FIELDS):
         raise RequestError(
             501,
             "namespaces and quotas of Kubernetes are not offered by the embedded master. Leave them out, or use a "
             "Determined cluster.",
         )
-    for name in _POOLS:
+    for name in _POOL_FIELDS:
         if body.text(name) not in (None, "", pool_name):
             raise body.wrong(name, f"{pool_name!r}, the only pool")
 
@@ -117,10 +118,10 @@ def _check_offered(body: Fields, pool_name: str) -> None:
 @writes
 def create_workspace(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
     body = request.body()
-    _check_offered(body, request.services.settings.pool_name)
+    _refuse_unsupported(body, request.services.settings.pool_name)
     name, storage, group = body.required_text("name"), _storage(body), body.mapping("agentUserGroup")
     workspace_id = workspaces.create(tx, name, request.user.id, storage, group)
-    created = _workspace_json(tx.connection, request, workspace_id)
+    created = _read_workspace_json(tx.connection, request, workspace_id)
     return message(bindings.v1PostWorkspaceResponse, workspace=created, namespaceBindings={})
 
 
@@ -135,7 +136,7 @@ def _editable_workspace(connection: Connection, request: ApiRequest, verb: str) 
 @writes
 def patch_workspace(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
     body, row = request.body(), _editable_workspace(tx.connection, request, "be changed")
-    _check_offered(body, request.services.settings.pool_name)
+    _refuse_unsupported(body, request.services.settings.pool_name)
     name = body.text("name")
     fields: dict[str, Any] = {}
     if body.mapping("checkpointStorageConfig") is not None:
@@ -147,7 +148,7 @@ def patch_workspace(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
         workspaces.check_name(tx.connection, name, row.id)
         fields["name"] = name
     workspaces.change(tx, row.id, **fields)
-    changed = _workspace_json(tx.connection, request, row.id)
+    changed = _read_workspace_json(tx.connection, request, row.id)
     return message(bindings.v1PatchWorkspaceResponse, workspace=changed, namespaceBindings={})
 
 

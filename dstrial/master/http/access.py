@@ -25,20 +25,28 @@ if TYPE_CHECKING:
 _LOOPBACK = r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?"
 _HOST = re.compile(_LOOPBACK)
 _ORIGIN = re.compile(r"https?://" + _LOOPBACK)
-_MAX_TOKEN = 512
+_MAX_TOKEN = 512  # characters
 
-COOKIE = "auth"  # Name of the cookie that holds a user's token, as in Determined's web interface
+COOKIE = "auth"  # name of the cookie that holds a user's token, as in Determined's web interface
 
 GRANT_COOKIE = "dstrial-service"
-"""Name of the cookie that grants access to one task's services; set only on the task's own host name."""
+"""Name of the cookie that grants access to one task's services, set on the task's host name, TASK.localhost."""
 
-ALLOCATION_HEADER = "grpc-metadata-x-allocation-token"  # Header of requests from inside a trial
+# Header with the token of requests from inside a trial.
+ALLOCATION_HEADER = "grpc-metadata-x-allocation-token"
 
 UNAUTHENTICATED = "the token of the request is missing or not valid (any more); log in with `det user login`"
 
+LIFETIME_S = 600.0  # lifetime of a login link
+_MAX_LINKS = 16  # codes at a time; a new one replaces the oldest
+_MAX_GRANTS = 1000  # codes at a time
+
 
 def check_host_and_origin(headers: Headers) -> None:
-    """Raise 403 if the Host or Origin is another machine (DNS rebinding protection)."""
+    """Raise HTTP 403 if a request's Host or Origin is not this machine.
+
+    This protects against DNS rebinding.
+    """
     hosts = headers.getlist("host")
     if len(hosts) != 1 or not _HOST.fullmatch(hosts[0].lower()):
         raise RequestError(
@@ -64,10 +72,12 @@ def token_of(headers: Headers) -> tuple[str | None, bool]:
 
 
 async def identify(services: Services, headers: Headers, method: str, task_id: str | None = None) -> Identity:
-    """Return the identity of a request's token; raise 401 or 403 if it is rejected.
+    """Return the user and allocation to which a request's token belongs.
 
-    CSRF protection: a request with a cookie may change state only if its Origin is the master's page. If the request is for the
-    services of task ``task_id``, the cookie must have a code of ``ServiceGrants`` for this task.
+    Raises HTTP 401 or 403 if the token is missing or rejected.
+
+    CSRF protection: a request with a cookie may change state only if its Origin is the master's page. If ``task_id`` is given,
+    the request is for a service of this task, and its cookie must hold a code of ``ServiceGrants`` for the task.
     """
     token, is_cookie = token_of(headers)
     if is_cookie and task_id is not None:
@@ -90,7 +100,7 @@ async def identify(services: Services, headers: Headers, method: str, task_id: s
     return identity
 
 
-async def is_known(services: Services, headers: Headers, method: str) -> bool:
+async def is_authenticated(services: Services, headers: Headers, method: str) -> bool:
     try:
         await identify(services, headers, method)
     except RequestError:
@@ -98,8 +108,23 @@ async def is_known(services: Services, headers: Headers, method: str) -> bool:
     return True
 
 
+def require_admin(user: User, what: str) -> None:
+    """Raise HTTP 403 unless a user is an administrator.
+
+    ``what`` says in the message what needs one, for example "change other users".
+    """
+    if not user.admin:
+        raise RequestError(
+            403,
+            f"user {user.username!r} is no administrator; expected one to {what}. Ask with `det -u admin`.",
+        )
+
+
 def require_owner(user: User, owner_id: int, what: str) -> None:
-    """Raise 403 unless a user owns a resource, named ``what``, or is an administrator."""
+    """Raise HTTP 403 unless a user owns the resource ``what`` or is an administrator.
+
+    ``what`` names the resource in the message, for example "experiment 7".
+    """
     if not user.admin and user.id != owner_id:
         raise RequestError(
             403, f"{what} is another user's; expected your own, or an administrator. Ask with `det -u admin`."
@@ -113,9 +138,9 @@ def may_use_checkpoint(
     *,
     is_change: bool = False,
 ) -> bool:
-    """Return whether an allocation may read (or change) a checkpoint.
+    """Return whether an allocation may read or, if ``is_change``, change a checkpoint.
 
-    True for an unknown checkpoint, to which handlers respond with 404.
+    True for a checkpoint that does not exist, to which handlers respond with 404.
     """
     experiment_id = checkpoints.experiment_of(connection, checkpoint_uuid)
     if experiment_id is None or experiment_id == allocation.experiment_id:
@@ -142,13 +167,8 @@ def cookie_of(headers: Headers, wanted: str) -> str | None:
     return None
 
 
-LIFETIME_S = 600.0  # lifetime of a login link
-_MAX_LINKS = 16
-_MAX_GRANTS = 1000
-
-
 class LoginLinks:
-    """In-memory store of one-time codes of login links; keeps only digests of codes."""
+    """One-time codes of login links, in memory; only digests of the codes are kept."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -168,7 +188,10 @@ class LoginLinks:
 
 
 class ServiceGrants:
-    """In-memory LRU store of codes; a code grants access to one task's services."""
+    """In-memory codes that grant browsers access to the services of one task each.
+
+    A code stands for a user's token. At ``_MAX_GRANTS``, the least recently used code is removed.
+    """
 
     def __init__(self) -> None:
         self._tokens: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
@@ -189,7 +212,10 @@ class ServiceGrants:
         return token
 
     def renew(self, code: str, task_id: str) -> str | None:
-        """Exchange a URL's one-time code for a cookie's code; None if ``code`` is invalid."""
+        """Invalidate a code that was in a URL; return another one for the cookie.
+
+        None if ``code`` does not grant access to the services of task ``task_id``.
+        """
         token = self.token_of(code, task_id)
         if token is None:
             return None

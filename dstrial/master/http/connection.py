@@ -1,7 +1,7 @@
 """uvicorn's connection class with a deadline for unauthenticated clients.
 
 uvicorn has no read timeout. Its connection class is undocumented: ``pyproject.toml`` pins the release, and
-``tests/master/http/test_connection.py`` checks the names that this module uses.
+``tests/security/test_connections.py`` checks how the class behaves.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import h11
 from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MAX_CONNECTIONS = 1000
+MAX_CONNECTIONS = 1000  # at a time, unless the process may open fewer files
 MAX_HEAD_BYTES = 64 * 1024  # limit of a request's head, and of the framing between two chunks of its body
 
 _DEADLINE_S = 30.0  # from the start of the connection, or its last response, to the next authentication
 
 
 class Connection(H11Protocol):
-    """Client connection, aborted at its deadline unless the client authenticates.
+    """A client's connection, closed at a deadline unless the client authenticates.
 
-    Authentication removes the deadline until the response is sent. At uvicorn's ``limit_concurrency``, a new connection evicts
-    the connection with the earliest deadline.
+    Authentication removes the deadline until the response is sent. If uvicorn's ``limit_concurrency`` is reached, a new
+    connection replaces the unauthenticated one with the earliest deadline.
     """
 
     is_at_owner_socket = False
@@ -94,7 +94,7 @@ class Connection(H11Protocol):
 
 
 class OwnerConnection(Connection):
-    """Connection to the UNIX socket that only the state directory's owner can open."""
+    """A connection to the UNIX socket that only the state directory's owner can open."""
 
     is_at_owner_socket = True
 

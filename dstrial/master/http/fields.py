@@ -15,19 +15,19 @@ T = TypeVar("T")
 
 _SNAKE = re.compile(r"_+([a-zA-Z0-9])")
 _MAX_INTEGER = 2**63 - 1
-_MAX_SHOWN_CHARS = 80
+_MAX_SHOWN_CHARS = 80  # of a value in an error message
 
 
 def camel(name: str) -> str:
-    """Convert a key from snake_case to camelCase, for example ``stepsCompleted``."""
+    """Convert snake_case to camelCase: ``steps_completed`` to ``stepsCompleted``."""
     return _SNAKE.sub(lambda match: match[1].upper(), name) if "_" in name else name
 
 
 class Fields(dict[str, Any]):
     """A JSON object of a request, with its keys normalised to camelCase.
 
-    Keys of nested objects (hyperparameters, metrics) are unchanged. Methods return None for an absent or null key, and raise
-    ``RequestError`` 400 for a value of the wrong type. ``where`` names the object in error messages.
+    Keys of nested objects are unchanged, because they may be names of hyperparameters or metrics. Methods return None for an
+    absent or null key, and raise HTTP 400 for a value of the wrong type. ``where`` names the object in error messages.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str = "the request's body") -> None:
@@ -51,7 +51,7 @@ class Fields(dict[str, Any]):
         return value
 
     def integer(self, name: str, minimum: int = -_MAX_INTEGER - 1, maximum: int = _MAX_INTEGER) -> int | None:
-        """Return a key's integer; a 64-bit integer may be a string, as in protobuf's JSON."""
+        """Return the whole number at a key; it may be a string, as in protobuf's JSON."""
         value = self.get(name)
         if value is None:
             return None

@@ -26,6 +26,12 @@ from dstrial.master.store.database import OperationalError, SqlError
 from dstrial.master.store.errors import ConflictError, InvalidError, NotFoundError, StoreError
 from dstrial.visible_text import visible
 
+logger = logging.getLogger(__name__)
+
+Item: TypeAlias = "Mapping[str, Any] | Sequence[Mapping[str, Any]]"
+
+_TOKEN_CHECK_S = 5.0  # period of checks whether the token of a stream is still valid
+
 DEFAULT_LIMIT = 100  # default page size, as in Determined 0.38.1
 
 # Pattern of control characters in JSON. It has false positives (an escaped backslash before b, user data) but no false
@@ -34,7 +40,7 @@ _SUSPECT = re.compile(rb"\\(?:u00[01]|b|f|r)|\x7f|\xc2[\x80-\x9f]|\xe2\x80[\xa8-
 
 
 def message(bindings_class: type, **fields: Any) -> dict[str, Any]:
-    """Return a message of Determined's API; omitted optional fields are null.
+    """Return a message of Determined's API; optional fields not given are None.
 
     ``bindings_class`` is the message's class in Determined's client. Raises TypeError for unknown or missing fields.
     """
@@ -59,6 +65,8 @@ def _names_of(bindings_class: type) -> tuple[frozenset[str], dict[str, None]]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Page:
+    """The rows ``start`` to ``end`` of ``total``, which a request selects."""
+
     offset: int
     limit: int
     start: int
@@ -76,7 +84,7 @@ class Page:
 
 
 def page_of(total: int, offset: int | None, limit: int | None) -> Page:
-    """Return which of ``total`` rows are on the requested page.
+    """Return which of ``total`` rows a request's offset and limit select.
 
     A negative offset counts from the end. Limit 0 or None means 100 rows, -1 all, -2 none (Determined 0.38.1, ``paginate.go``).
     """
@@ -92,7 +100,7 @@ def page_of(total: int, offset: int | None, limit: int | None) -> Page:
 
 
 def to_json(answer: Any) -> bytes:
-    """Return a response as JSON; escape control characters in its strings."""
+    """Serialise a response as JSON; make control characters in its strings visible."""
     body = orjson.dumps(answer, option=orjson.OPT_NON_STR_KEYS)
     return orjson.dumps(_shown(answer), option=orjson.OPT_NON_STR_KEYS) if _SUSPECT.search(body) else body
 
@@ -107,9 +115,9 @@ def _shown(value: Any) -> Any:
     return value
 
 
-_RETRY_AFTER_S = 1
+_RETRY_AFTER_S = 1  # value of the Retry-After header
 
-_SQL_ERROR = 1  # SQLITE_ERROR: a wrong statement, so a retry cannot succeed
+_SQL_ERROR = 1  # SQLITE_ERROR: the statement is wrong, so a retry cannot succeed
 
 _STATUSES: dict[type[StoreError], int] = {NotFoundError: 404, ConflictError: 409, InvalidError: 400}
 
@@ -128,78 +136,80 @@ _CODES = {
     502: (14, "Unavailable"),
     503: (14, "Unavailable"),
 }
+_UNKNOWN = (2, "Unknown")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
-    status: int
-    code: int
-    reason: str
+    """What the client is told about a failed request."""
+
+    status: int  # HTTP status
     text: str
 
+    @property
+    def code(self) -> int:
+        """The gRPC status code, for example 5."""
+        return _CODES.get(self.status, _UNKNOWN)[0]
 
-def status_and_text(error: BaseException) -> Problem:
-    """Return the HTTP status and message for an exception.
+    @property
+    def reason(self) -> str:
+        """The name of the gRPC status code, for example "NotFound"."""
+        return _CODES.get(self.status, _UNKNOWN)[1]
+
+
+def problem_of(error: BaseException) -> Problem:
+    """Return the HTTP status and message with which to respond to an exception.
 
     Transient failures are 503, which trials retry. Errors of the request are 4xx. Other exceptions are bugs: 500, with the cause
     only in the master's log.
     """
     if file_limit.is_shortage(error):
-        return problem(
+        return Problem(
             503, f"the master cannot open more files ({error}); expected a higher ulimit -n. Try again."
         )
     if isinstance(error, RequestError):
-        return problem(error.status, str(error))
+        return Problem(error.status, str(error))
     if isinstance(error, StoreError):
-        return problem(_STATUSES[type(error)], str(error))
+        return Problem(_STATUSES[type(error)], str(error))
     if isinstance(error, DatabaseDamagedError):
-        return problem(503, str(error))
+        return Problem(503, str(error))
     if isinstance(error, MasterError) or (isinstance(error, OperationalError) and _is_transient(error)):
-        return problem(
+        return Problem(
             503, f"the master cannot answer now ({error}); expected it to. Send the request again."
         )
     if isinstance(error, DstrialError):
-        return problem(400, str(error))
+        return Problem(400, str(error))
     if isinstance(error, OverflowError):
-        return problem(
+        return Problem(
             400,
             "a number in the request is larger than the master can store; expected 64 bits. Send a smaller one.",
         )
-    return problem(
+    return Problem(
         500, "the master has failed to answer this request; expected an answer. See why with `dstrial logs`."
     )
 
 
 def _is_transient(error: OperationalError) -> bool:
-    """Return whether a SQLite error is transient; always True before Python 3.11."""
+    """Return whether a retry may succeed after an error of SQLite.
+
+    Before Python 3.11 errors have no code, so this is always True.
+    """
     return getattr(error, "sqlite_errorcode", None) != _SQL_ERROR
 
 
-def problem(status: int, text: str) -> Problem:
-    code, reason = _CODES.get(status, (2, "Unknown"))
-    return Problem(status, code, reason, text)
-
-
-def error_response(refusal: Problem) -> Response:
-    """Return a problem in the format of Determined's errors: ``{"error": {…}}``."""
-    body = {"error": {"code": refusal.code, "reason": refusal.reason, "error": refusal.text}}
+def error_response(problem: Problem) -> Response:
+    """Return the response for a failed request, in the format of Determined's errors."""
+    body = {"error": {"code": problem.code, "reason": problem.reason, "error": problem.text}}
     headers = {}
-    if refusal.status in (429, 503):
+    if problem.status in (429, 503):
         headers["Retry-After"] = str(_RETRY_AFTER_S)
-    return Response(to_json(body), status_code=refusal.status, media_type="application/json", headers=headers)
-
-
-logger = logging.getLogger(__name__)
-
-_TOKEN_CHECK_S = 5.0
-
-Item: TypeAlias = "Mapping[str, Any] | Sequence[Mapping[str, Any]]"
+    return Response(to_json(body), status_code=problem.status, media_type="application/json", headers=headers)
 
 
 def ndjson(items: AsyncIterator[Item]) -> Stream:
-    """Return a stream of ``{"result": item}`` lines; a list is sent as one chunk.
+    """Return a response of lines ``{"result": …}``, one per item or item of a list.
 
-    An error of dstrial or SQLite ends the stream with an ``{"error": …}`` line.
+    A list is sent as one chunk. An error of dstrial or SQLite ends the stream with a line ``{"error": …}``.
     """
     return Stream(_lines(items), media_type="application/json")
 
@@ -217,7 +227,10 @@ async def _lines(items: AsyncIterator[Item]) -> AsyncIterator[bytes]:
 
 
 def event_stream(items: AsyncIterator[Mapping[str, Any] | None]) -> Stream:
-    """Return a stream of server-sent events, one per item; None sends a heartbeat."""
+    """Return a response of server-sent events, one per item.
+
+    For an item None, a comment is sent, which keeps the connection alive.
+    """
     headers = {"content-type": "text/event-stream", "cache-control": "no-store"}
     return Stream(_events(items), headers=headers)
 
@@ -228,25 +241,25 @@ async def _events(items: AsyncIterator[Mapping[str, Any] | None]) -> AsyncIterat
 
 
 class Stream(StreamingResponse):
-    """A streamed response; ends if the client disconnects or its token is revoked."""
+    """A streamed response; it ends if the client disconnects or its token is revoked."""
 
-    is_still_known: Callable[[], Awaitable[bool]] | None = None
+    is_token_valid: Callable[[], Awaitable[bool]] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(super().__call__(scope, receive, send))
         tasks = {sending}
         checking = None
-        if self.is_still_known is not None:
-            checking = asyncio.ensure_future(_until_unknown(self.is_still_known))
+        if self.is_token_valid is not None:
+            checking = asyncio.ensure_future(_until_token_ends(self.is_token_valid))
             tasks.add(checking)
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            is_unknown = not sending.done()
+            has_token_ended = not sending.done()
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        if is_unknown:
+        if has_token_ended:
             if checking is not None:
                 checking.result()  # If the check failed, the stream must not end as if it were complete.
             with contextlib.suppress(OSError):
@@ -256,14 +269,14 @@ class Stream(StreamingResponse):
                 sending.result()
 
 
-async def _until_unknown(is_still_known: Callable[[], Awaitable[bool]]) -> None:
-    """Wait until the request's token is invalid, for example after a logout."""
-    while await is_still_known():
+async def _until_token_ends(is_token_valid: Callable[[], Awaitable[bool]]) -> None:
+    """Wait until the request's token has become invalid, for example by a logout."""
+    while await is_token_valid():
         await asyncio.sleep(_TOKEN_CHECK_S)
 
 
 def _error_line(error: Exception) -> dict[str, Any]:
-    problem = status_and_text(error)
+    problem = problem_of(error)
     return {
         "error": {
             "grpcCode": problem.code,

@@ -22,6 +22,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from dstrial.errors import RequestError
+from dstrial.master.clock import parse_time
 from dstrial.master.http import access as guard
 from dstrial.master.http.connection import connection_of
 from dstrial.master.http.fields import Fields, camel, shown
@@ -30,7 +31,7 @@ from dstrial.master.http.responses import (
     Stream,
     error_response,
     page_of,
-    status_and_text,
+    problem_of,
     to_json,
 )
 from dstrial.master.store.database import Connection, Transaction
@@ -49,7 +50,7 @@ _MAX_DEPTH = 100  # maximum nesting of a body; orjson cannot serialise more than
 
 _MAX_VALUES = 500_000  # maximum number of values in a body; a batch of metrics or logs has some thousands
 
-_MAX_ID = 2**31 - 1
+_MAX_ID = 2**31 - 1  # ids in paths and queries have 32 bits
 
 _PARAMETER = re.compile(r"\{[^}]*\}")
 
@@ -76,10 +77,10 @@ Handler: TypeAlias = "Callable[[ApiRequest], Awaitable[Answer]]"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Route:
-    """Method, path, handler and access level of an endpoint.
+    """An endpoint: method, path, handler, and which token a request needs.
 
-    Path parameters are in braces; ``{trial_id:int}`` accepts 32-bit integers. ``unauthenticated``
-    handles requests without a valid token, for example with a login page; None means 401.
+    Path parameters are in braces; ``{trial_id:int}`` accepts 32-bit integers. ``unauthenticated`` handles requests without a
+    valid token, for example with a login page. If it is None, they get HTTP 401.
     """
 
     method: str
@@ -105,7 +106,10 @@ def route(
 
 
 def reads(handle: Callable[[Connection, ApiRequest], Answer]) -> Handler:
-    """Make a handler from a function that reads one snapshot of the database."""
+    """Make a handler from a function that reads the database.
+
+    The connection that the function gets shows one snapshot. The decorated function runs in a reader thread.
+    """
 
     @functools.wraps(handle)
     async def run(request: ApiRequest) -> Answer:
@@ -115,7 +119,10 @@ def reads(handle: Callable[[Connection, ApiRequest], Answer]) -> Handler:
 
 
 def writes(handle: Callable[[Transaction, ApiRequest], Answer | None]) -> Handler:
-    """Make a handler from a function that runs in a transaction; None becomes ``{}``."""
+    """Make a handler from a function that changes the database in one transaction.
+
+    If the function returns None, the response is ``{}``.
+    """
 
     @functools.wraps(handle)
     async def run(request: ApiRequest) -> Answer:
@@ -127,13 +134,12 @@ def writes(handle: Callable[[Transaction, ApiRequest], Answer | None]) -> Handle
 
 @dataclasses.dataclass(slots=True)
 class ApiRequest:
-    """A request to a handler, with its identity, parameters and body."""
+    """A request as a handler sees it: whose it is, its parameters and its body."""
 
     services: Services
     route: Route
     scope: Scope
     headers: Headers
-    receive: Receive
     path_params: dict[str, Any] = dataclasses.field(default_factory=dict)
     identity: Identity | None = None
     content: bytes = b""
@@ -204,6 +210,14 @@ class ApiRequest:
             raise self.wrong_query(name, "whole numbers of 32 bits")
         return [number for number in numbers if number is not None]
 
+    def query_time_us(self, name: str) -> int | None:
+        """Return the time in a query parameter in microseconds since the epoch."""
+        text = self.query(name)
+        try:
+            return parse_time(text) if text else None
+        except (ValueError, OverflowError) as error:
+            raise self.wrong_query(name, "a time such as 2026-01-31T00:00:00Z") from error
+
     def query_flag(self, name: str) -> bool | None:
         text = self.query(name)
         if text is None or text == "":
@@ -214,7 +228,7 @@ class ApiRequest:
         return value
 
     def query_choices(self, name: str, choices: type[enum.Enum]) -> list[str]:
-        """Return all values of a query parameter; raise 400 for values not in ``choices``."""
+        """Return a query parameter's values; raise HTTP 400 for one not in ``choices``."""
         allowed = [str(member.value) for member in choices]
         values = self.queries(name)
         if any(value not in allowed for value in values):
@@ -232,9 +246,10 @@ class ApiRequest:
     def ordered(
         self, rows: Iterable[T], keys: Mapping[str, Callable[[T], Any]], choices: type[enum.Enum]
     ) -> list[T]:
-        """Return rows sorted by the query parameters ``sortBy`` and ``orderBy``.
+        """Return rows sorted as the query parameters ``sortBy`` and ``orderBy`` say.
 
-        ``keys`` maps ``sortBy`` -> sort key; ``keys[""]`` is the default. ``choices`` are the allowed values of ``sortBy``.
+        ``keys`` has a sort key function per value of ``sortBy``, and the default under "". ``choices`` are the values that
+        ``sortBy`` may have.
         """
         sort_by = self.query_choice("sortBy", choices) or ""
         return sorted(rows, key=keys.get(sort_by, keys[""]), reverse=self.is_descending)
@@ -244,7 +259,7 @@ class ApiRequest:
         return page_of(total, self.query_int("offset"), self.query_int("limit"))
 
     def page(self, rows: Sequence[T]) -> tuple[Sequence[T], dict[str, int]]:
-        """Return the rows of the requested page, and its ``v1Pagination``."""
+        """Return the rows that ``offset`` and ``limit`` select, and a ``v1Pagination``."""
         page = self.page_of(len(rows))
         return rows[page.start : page.end], page.to_json()
 
@@ -255,11 +270,14 @@ class ApiRequest:
         )
 
     def require_trial(self, trial_id: int) -> None:
-        """Raise 403 if the token is of an allocation of another trial."""
+        """Raise HTTP 403 if the request's token belongs to an allocation of another trial."""
         self._require("trial", trial_id, "trial_id")
 
     def require_experiment(self, experiment_id: int) -> None:
-        """Raise 403 if an allocation's token is of another experiment or used to write."""
+        """Raise HTTP 403 if an allocation's token may not be used for an experiment.
+
+        An allocation may only read the experiment to which it belongs.
+        """
         self._require("experiment", experiment_id, "experiment_id")
         if self.allocation is not None and self.route.method != "GET":
             raise RequestError(403, "an allocation's token may only read its experiment; use a user's token")
@@ -271,7 +289,7 @@ class ApiRequest:
         self._require("allocation", allocation_id, "id")
 
     async def require_checkpoint(self, checkpoint_uuid: str, *, is_change: bool = False) -> None:
-        """Raise 403 if an allocation's token may not read (or change) a checkpoint.
+        """Raise HTTP 403 if an allocation's token may not read or change a checkpoint.
 
         An allocation may read and change its experiment's checkpoints, and read the checkpoint that it started from.
         """
@@ -307,7 +325,10 @@ def _forbidden(noun: str, asked: int | str) -> RequestError:
 
 
 def _check_num_values(content: bytes) -> None:
-    """Raise 400 if a body has too many values: 16 MiB may need 1 GiB when parsed."""
+    """Raise HTTP 400 if a body has too many JSON values.
+
+    Parsed, 16 MiB of small values may need 1 GiB of memory.
+    """
     if _num_separators(content) <= _MAX_VALUES:
         return
     # The commas may be inside strings, as in a batch of logs. Remove escaped backslashes and quotes first, so that the remaining
@@ -366,7 +387,7 @@ class Api:
         except _DisconnectedError:
             return
         except Exception as error:
-            problem = status_and_text(error)
+            problem = problem_of(error)
             if problem.status >= 500 and problem.status != 501:
                 # Only for bugs does the response omit the cause.
                 words = (scope["method"], scope["path"], problem.status, problem.text)
@@ -378,7 +399,7 @@ class Api:
         headers = Headers(scope=scope)
         guard.check_host_and_origin(headers)
         found, values = self._find(scope)
-        request = ApiRequest(self._services, found, scope, headers, receive)
+        request = ApiRequest(self._services, found, scope, headers)
         if found.access is Access.OWNER:
             if not connection_of(scope).is_at_owner_socket:
                 raise RequestError(
@@ -402,11 +423,16 @@ class Api:
             request.content = await _read_body(headers, receive, found.max_body_bytes)
         response = _response(await found.handler(request))
         if isinstance(response, Stream) and found.access not in (Access.OWNER, Access.PUBLIC):
-            response.is_still_known = functools.partial(guard.is_known, self._services, headers, found.method)
+            response.is_token_valid = functools.partial(
+                guard.is_authenticated, self._services, headers, found.method
+            )
         return response
 
     def _find(self, scope: Scope) -> tuple[Route, list[tuple[str, str, str]]]:
-        """Return a request's route, and (name, kind, value) of each path parameter."""
+        """Return a request's route, and for each path parameter (name, kind, value).
+
+        The kind is "int" or "". Raises HTTP 404, 405 or 501 if no route matches.
+        """
         # The raw path keeps an encoded slash within its segment.
         raw = scope.get("raw_path") or scope["path"].encode()
         path = raw.split(b"?", 1)[0].decode("latin-1")
@@ -451,16 +477,16 @@ async def _check_access(request: ApiRequest) -> None:
         )
 
 
-_INSTEAD = {
+_ALTERNATIVES = {
     "notebooks": "Run `jupyter lab` on this machine; the SDK and detached runs work from any notebook",
     "shells": "Use a shell of this machine, where trials are plain processes; `det command run` runs one with slots and a log",
 }
-"""First path segment of Determined's API that is not served -> the alternative on a single machine."""
+"""First path segment of a part of Determined's API that is not served -> what to use instead."""
 
 
 def _no_route_error(method: str, path: str, methods: list[str]) -> RequestError:
     if path.startswith(f"{API_PREFIX}/"):
-        instead = _INSTEAD.get(path.split("/")[3], "Use a Determined cluster for it")
+        instead = _ALTERNATIVES.get(path.split("/")[3], "Use a Determined cluster for it")
         text = f"{method} {path[:120]} is not offered by the embedded master. {instead}; the README lists what is offered."
         return RequestError(501, text)
     if methods:

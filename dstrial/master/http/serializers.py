@@ -16,21 +16,31 @@ from dstrial.master.services import Services
 from dstrial.master.store.checkpoints import CheckpointInfo
 from dstrial.master.store.views.listings import ListedExperiment, ListedTrial
 
-_ADVANCE = {None: "QUEUED", 1: "STARTING", 2: "RUNNING"}
+_STATES_OF_ACTIVE = {
+    None: "QUEUED",
+    1: "STARTING",
+    2: "RUNNING",
+}  # by how far an active row's allocations are
 
 
 def stored(text: str | None) -> Any:
+    """Wrap JSON text from the database, which is sent as it is; None becomes null."""
     return None if text is None else orjson.Fragment(text)
 
 
 def as_data(value: Any) -> Any:
-    """Wrap user data for a response, so that its control characters are not escaped."""
+    """Wrap user data for a response, so that its control characters stay as they are."""
     return orjson.Fragment(orjson.dumps(value))
 
 
 def shown_config(text: str | None, names: SecretNames) -> Any:
     """Return a stored config, or part of a config, as JSON with masked secrets."""
     return None if text is None else orjson.Fragment(masked_json(text, names))
+
+
+def proxy_ports(config: str) -> list[dict[str, Any]]:
+    """Return ``environment.proxy_ports`` of a stored config: ports that a task serves."""
+    return (json.loads(config).get("environment") or {}).get("proxy_ports") or []
 
 
 def time_or_none(us: int | None) -> str | None:
@@ -42,11 +52,11 @@ def elapsed_s(start_us: int, end_us: int | None) -> int:
 
 
 def shown_state(row: ListedExperiment | ListedTrial) -> str:
-    return f"STATE_{_ADVANCE[row.advance] if row.state == 'ACTIVE' else row.state}"
+    return f"STATE_{_STATES_OF_ACTIVE[row.advance] if row.state == 'ACTIVE' else row.state}"
 
 
 def stored_states(names: Iterable[str]) -> list[str]:
-    """Convert states of the API to states in the database: RUNNING to ACTIVE etc."""
+    """Convert states of the API to states in the database, such as RUNNING to ACTIVE."""
     states = {name.removeprefix("STATE_") for name in names}
     if states & {"QUEUED", "PULLING", "STARTING", "RUNNING"}:
         states.add("ACTIVE")
@@ -173,12 +183,12 @@ def _best_checkpoint(row: ListedTrial, names: SecretNames) -> dict[str, Any] | N
 
 
 def sizes_as_texts(resources: str) -> dict[str, str]:
-    """Return path -> size of a checkpoint's files, with sizes as strings (API format)."""
+    """Return the sizes of a checkpoint's files by path, as strings for the API."""
     return {path: str(size) for path, size in json.loads(resources).items()}
 
 
 def _config_for_download(text: str, names: SecretNames) -> Any:
-    """Mask the secrets of a checkpoint's config, but set those of the storage to None."""
+    """Return a config as JSON with masked secrets; those of the storage become null."""
     shown = masked_json(text, names)
     if MASK not in shown:
         return orjson.Fragment(shown)

@@ -18,19 +18,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dstrial.errors import RequestError
 from dstrial.master.http import access
 from dstrial.master.http.connection import connection_of
-from dstrial.master.http.responses import error_response, status_and_text
+from dstrial.master.http.responses import error_response, problem_of
 from dstrial.master.proxy import targets
 from dstrial.master.services import Services
-from dstrial.master.web.page import ended_page, login_page, task_state, waiting_page
+from dstrial.master.web.page import ended_page, login_page, service_state, waiting_page
 
 logger = logging.getLogger("dstrial.master.proxy")
 
 INTERACTIVE = "/det/interactive/"
 """URL path that ``det tensorboard start`` and ``open`` open in the browser; waits for the service, then redirects."""
-_GRANT = "dstrial-grant="
-_CHUNK_BYTES = 4 * 1024  # at most some hundred HTTP events per read, which block the event loop for 30 ms
-_MAX_HEAD_BYTES = 64 * 1024
-_STATUSES = range(200, 600)
+_GRANT = "dstrial-grant="  # query parameter with the one-time code of ``ServiceGrants``
+_CHUNK_BYTES = 4 * 1024  # per read: at most some hundred HTTP events, which block the event loop for 30 ms
+_MAX_HEAD_BYTES = 64 * 1024  # of a service's response
+_STATUSES = range(200, 600)  # that a service may respond with
 
 
 class ProxyMiddleware:
@@ -61,7 +61,7 @@ class ProxyMiddleware:
                     # uvicorn closes a connection whose response is incomplete.
                     return
                 raise
-            problem = status_and_text(error)
+            problem = problem_of(error)
             if problem.status >= 500 and not isinstance(error, RequestError):
                 logger.exception("%s %s is answered %d", scope["method"], path, problem.status)
             response = error_response(problem)
@@ -113,7 +113,7 @@ class ProxyMiddleware:
 
     async def _interactive(self, raw: str) -> Response:
         task_id = raw[len(INTERACTIVE) :].partition("/")[0]
-        state = await self._services.read(task_state, task_id)
+        state = await self._services.read(service_state, task_id)
         if state == "ready":
             return RedirectResponse(f"{targets.PREFIX}{task_id}/", status_code=307)
         if state == "ended":
@@ -156,7 +156,7 @@ async def proxy_request(service: targets.Service, scope: Scope, receive: Receive
 async def _send_request(
     link: h11.Connection, writer: asyncio.StreamWriter, scope: Scope, receive: Receive
 ) -> None:
-    """Send a client's request to the service, then wait until the client disconnects."""
+    """Send a client's request to the service; return when the client disconnects."""
     headers = [*targets.forwarded(scope["headers"]), (b"connection", b"close")]
     if any(name == b"transfer-encoding" for name, _ in scope["headers"]):
         # Request smuggling: the service may interpret two framings differently (RFC 9112, section 6.3).

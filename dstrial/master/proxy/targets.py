@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import os
 import re
 from collections.abc import Collection
@@ -22,16 +21,18 @@ from starlette.datastructures import Headers
 from dstrial.errors import RequestError
 from dstrial.master.http import access
 from dstrial.master.http.fields import shown
+from dstrial.master.http.serializers import proxy_ports
 from dstrial.master.store import tasks
 from dstrial.master.store.database import Connection
 
 if TYPE_CHECKING:
     from dstrial.master.services import Services
 
-PREFIX = "/proxy/"
+PREFIX = "/proxy/"  # of the URL path of every service
 
 _SERVICE = re.compile(r"(?P<task>[^:]+)(?::(?P<port>[0-9]{1,5}))?")
 _OWN_HOST = re.compile(r"(?P<task>[a-z0-9.-]+)\.localhost(:[0-9]{1,5})?")
+# Headers and cookies that hold the master's tokens, which no service may see.
 _SECRET = frozenset({b"authorization", b"x-user-token", access.ALLOCATION_HEADER.encode()})
 _COOKIES = frozenset({access.COOKIE.encode(), access.GRANT_COOKIE.encode()})
 _HOP_BY_HOP = frozenset(
@@ -39,8 +40,8 @@ _HOP_BY_HOP = frozenset(
 )
 _SOCKET = r": (\w+):{port} (\w+:\w+) (\w+) \S+ \S+ \S+ +(\d+) +\d+ (\d+) "
 """Pattern of a line of ``/proc/net/tcp``, tcp(5): local and remote address, state, user id, inode."""
-_LISTEN = "0A"
-_LOOPBACK = "0100007F"
+_LISTEN = "0A"  # state of a listening socket
+_LOOPBACK = "0100007F"  # 127.0.0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,7 +71,10 @@ def task_of_host(headers: Headers) -> str | None:
 
 
 async def find(services: Services, headers: Headers, method: str, path: str) -> Service:
-    """Return the service that a request's raw path names; raise HTTP 401, 403 or 404."""
+    """Return the service that a request's undecoded path names.
+
+    Raises HTTP 401 or 403 if the request's token does not allow it, 404 if the task does not run or has no such service.
+    """
     task_id = task_of_host(headers)
     identity = await access.identify(services, headers, method, task_id)
     if identity.allocation is not None:
@@ -88,7 +92,7 @@ async def find(services: Services, headers: Headers, method: str, path: str) -> 
 
 
 def _find(connection: Connection, name: str) -> Service:
-    """Return the service named ``TASK`` or ``TASK:PORT``."""
+    """Return the service named ``TASK``, a task's default service, or ``TASK:PORT``."""
     asked = _SERVICE.fullmatch(name)
     task_id = "" if asked is None else asked["task"]
     row = tasks.active_of(connection, task_id)
@@ -100,7 +104,7 @@ def _find(connection: Connection, name: str) -> Service:
     port = row.ports.get("TENSORBOARD_PORT")
     if port is not None and asked["port"] is None:
         return Service(task_id, port, False, row.is_ready)
-    offered = (json.loads(row.config).get("environment") or {}).get("proxy_ports") or []
+    offered = proxy_ports(row.config)
     for one in offered:
         is_default = asked["port"] is None and (len(offered) == 1 or one.get("default_service_id"))
         if is_default or str(one["proxy_port"]) == asked["port"]:
@@ -140,7 +144,11 @@ async def connect(service: Service) -> tuple[asyncio.StreamReader, asyncio.Strea
 
 
 def _socket_owner(port: int, own_port: int) -> int | None:
-    """Return the user id of the peer's socket; before accept(), of the listener."""
+    """Return the id of the user whose process serves a connection to ``port``.
+
+    ``own_port`` is the port of the master's end. Until the service accepts the connection, its listening socket counts. None if
+    there is no such socket.
+    """
     pattern = re.compile(_SOCKET.format(port=f"{port:04X}"))
     listener: int | None = None
     for name in ("tcp", "tcp6"):
@@ -166,9 +174,9 @@ def _hop_by_hop(headers: Collection[tuple[bytes, bytes]]) -> frozenset[bytes]:
 def forwarded(
     headers: Collection[tuple[bytes, bytes]], *, is_upgrade: bool = False
 ) -> list[tuple[bytes, bytes]]:
-    """Return a request's headers to forward, without tokens and hop-by-hop headers.
+    """Return a request's headers without the master's tokens and hop-by-hop headers.
 
-    ``is_upgrade`` keeps the headers of a WebSocket upgrade.
+    With ``is_upgrade``, those that upgrade the connection to a WebSocket stay.
     """
     kept, dropped = [], _hop_by_hop(headers)
     for name, value in headers:

@@ -22,7 +22,7 @@ from wsproto.utilities import LocalProtocolError, generate_accept_token
 
 from dstrial.errors import RequestError
 from dstrial.master.http import access
-from dstrial.master.http.responses import Problem, error_response, status_and_text
+from dstrial.master.http.responses import Problem, error_response, problem_of
 from dstrial.master.proxy import targets
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dstrial.master.proxy")
 
-_CHUNK_BYTES = 64 * 1024
+_CHUNK_BYTES = 64 * 1024  # per read
 # Bytes per read: at most some thousand empty frames, which block the event loop for 10 ms.
 _FRAMES_CHUNK_BYTES = 4 * 1024
 _MAX_HEAD_BYTES = 128 * 1024  # above the size limit of HTTP heads, which was checked before
@@ -77,7 +77,7 @@ class WebSocketProxy(asyncio.StreamReaderProtocol):
                 service, headers = await self._find(request)
                 up_reader, up_writer = await targets.connect(service)
             except Exception as error:
-                problem = status_and_text(error)
+                problem = problem_of(error)
                 if problem.status >= 500 and not isinstance(error, RequestError):
                     logger.exception("a WebSocket is answered %d", problem.status)
                 writer.write(_refusal(problem))
@@ -150,7 +150,10 @@ class WebSocketProxy(asyncio.StreamReaderProtocol):
         writer: asyncio.StreamWriter,
         up_writer: asyncio.StreamWriter,
     ) -> int:
-        """Forward the client's frames until the WebSocket closes; return the close code."""
+        """Send the contents of a client's frames to a service until the WebSocket closes.
+
+        Returns the WebSocket's close code.
+        """
         with contextlib.suppress(OSError):
             while data := await reader.read(_FRAMES_CHUNK_BYTES):
                 self._services.activity.touch(service.task_id)
@@ -180,7 +183,10 @@ def _refusal(problem: Problem) -> bytes:
 
 
 async def _wait_for_either(*directions: Coroutine[Any, Any, int]) -> int:
-    """Copy in both directions until one ends; return the WebSocket's close code."""
+    """Run coroutines until one ends, then cancel the others; return the larger result.
+
+    The results are close codes of a WebSocket.
+    """
     both = [asyncio.ensure_future(direction) for direction in directions]
     try:
         ended, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)

@@ -13,7 +13,7 @@ from dstrial.master.backends.backend import Node
 from dstrial.master.backends.status import shown_engine
 from dstrial.master.clock import format_us
 from dstrial.master.http.router import USER, ApiRequest, route
-from dstrial.master.http.serializers import time_or_none
+from dstrial.master.http.serializers import proxy_ports, time_or_none
 from dstrial.master.services import Services
 from dstrial.master.store import commands, jobs, tasks
 from dstrial.master.store.database import Connection
@@ -26,10 +26,10 @@ Json: TypeAlias = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotCounts:
-    """Numbers of usable slots (enabled, on a node that is up) and free usable slots."""
+    """Numbers of slots that can be used now."""
 
-    usable: int
-    free: int
+    usable: int  # enabled, on an enabled node that is up
+    free: int  # usable and without work
 
 
 def count_slots(nodes: Sequence[Node], disabled: Mapping[int, bool], used: frozenset[int]) -> SlotCounts:
@@ -43,10 +43,13 @@ def count_slots(nodes: Sequence[Node], disabled: Mapping[int, bool], used: froze
 
 
 def pending_reason(wanted: int, num_waiting: int, num_ahead: int, counts: SlotCounts) -> str:
-    """Return why a job is pending, as text for users; empty if it is not pending.
+    """Return text that tells users why a job waits for slots; empty if it does not.
 
-    ``wanted`` is the slot count of each of the job's trials or commands, ``num_waiting`` the number of those that
-    are pending, ``num_ahead`` the number of jobs before this job in the queue.
+    Args:
+        wanted: slots that each trial or command of the job needs.
+        num_waiting: how many trials or commands of the job wait.
+        num_ahead: number of jobs before this job in the queue.
+        counts: the cluster's slots.
     """
     if not num_waiting:
         return ""
@@ -58,7 +61,7 @@ def pending_reason(wanted: int, num_waiting: int, num_ahead: int, counts: SlotCo
     return f"{who}: {counts.free} of {counts.usable} free{ahead}"
 
 
-def _holder(row: tasks.ActiveAllocation) -> Json:
+def _holder_json(row: tasks.ActiveAllocation) -> Json:
     return {
         "allocation": row.id,
         "task": row.task_id,
@@ -76,7 +79,7 @@ def _holder(row: tasks.ActiveAllocation) -> Json:
     }
 
 
-def _node(node: Node, disabled: Mapping[int, bool], holders: Mapping[int, str]) -> Json:
+def _node_json(node: Node, disabled: Mapping[int, bool], holders: Mapping[int, str]) -> Json:
     key = agent_key(node.id)
     return {
         "name": node.name,
@@ -100,7 +103,7 @@ def _node(node: Node, disabled: Mapping[int, bool], holders: Mapping[int, str]) 
     }
 
 
-def _queued(entry: Entry, num_ahead: int, counts: SlotCounts, engine_text: str) -> Json:
+def _queued_json(entry: Entry, num_ahead: int, counts: SlotCounts, engine_text: str) -> Json:
     if isinstance(entry, commands.CommandInfo):
         num_held, wanted = len(json.loads(entry.slots or "[]")), entry.num_slots
         num_running = int(entry.allocation_id is not None)
@@ -143,10 +146,10 @@ def _read_cluster(services: Services, connection: Connection) -> Json:
         "backend": services.engine or ("hosts" if services.hosts else "local"),
         "usable": counts.usable,
         "free": counts.free,
-        "nodes": [_node(node, disabled, by_slot) for node in nodes],
-        "holders": {row.id: _holder(row) for row in active},
+        "nodes": [_node_json(node, disabled, by_slot) for node in nodes],
+        "holders": {row.id: _holder_json(row) for row in active},
         "queue": [
-            _queued(entry, num_ahead, counts, engine_jobs(services, connection, entry).strip(" []"))
+            _queued_json(entry, num_ahead, counts, engine_jobs(services, connection, entry).strip(" []"))
             for num_ahead, entry in enumerate(entries(connection))
         ],
         "engine": None
@@ -166,17 +169,15 @@ def _task_state(row: commands.CommandInfo) -> str:
     return task_state(row).removeprefix("STATE_").replace("TERMINATING", "STOPPING")
 
 
-def _ports(row: commands.CommandInfo) -> list[int]:
-    """Return the HTTP ports of a task's config, each of which has its own proxy URL."""
-    config = json.loads(row.config)
-    found = (config.get("environment") or {}).get("proxy_ports") or []
-    return [one["proxy_port"] for one in found if not one.get("proxy_tcp")]
+def _http_ports(row: commands.CommandInfo) -> list[int]:
+    """Return the ports on which a task serves HTTP, from its config."""
+    return [one["proxy_port"] for one in proxy_ports(row.config) if not one.get("proxy_tcp")]
 
 
-def _task(row: commands.CommandInfo) -> Json:
+def _task_json(row: commands.CommandInfo) -> Json:
     is_up = row.allocation_id is not None
     services = [f"/proxy/{row.task_id}/"] if row.kind == "TENSORBOARD" else []
-    services += [f"/proxy/{row.task_id}:{port}/" for port in _ports(row)]
+    services += [f"/proxy/{row.task_id}:{port}/" for port in _http_ports(row)]
     return {
         "id": row.task_id,
         "kind": row.kind,
@@ -199,7 +200,7 @@ def _task(row: commands.CommandInfo) -> Json:
 
 async def get_tasks(request: ApiRequest) -> Json:
     def read(connection: Connection) -> list[Json]:
-        return [_task(row) for row in commands.newest(connection, MAX_TASKS)]
+        return [_task_json(row) for row in commands.newest(connection, MAX_TASKS)]
 
     return {"tasks": await request.services.read(read)}
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import sys
+from collections.abc import Mapping
+from typing import Any
 
 from dstrial.config.documents import read_yaml_text, yaml_text
 from dstrial.config.experiment_config.submission import LABEL, config_values
@@ -15,13 +18,17 @@ from dstrial.master.store import experiments, trials
 from dstrial.master.store.database import Connection
 from dstrial.master.store.views import overviews
 from dstrial.master.store.views.overviews import Json
-from dstrial.master.web import rungs
+from dstrial.search.halving import brackets, rung_units
 
 MAX_TEXT_BYTES = 2**20  # per file
 _MAX_FILES = 20_000  # per listing
 _MAX_VALUES = 5000  # config values per response
 _MAX_LINES = 5000  # per diff, and per compared text
 _MAX_CHANGED = 200  # files per diff
+_MAX_ENTRIES = 1000  # trials listed per rung, best first
+
+WITH_RUNGS = ("adaptive_asha", "async_halving")  # names of searchers that have rungs
+_WORST = sys.float_info.max  # value that the searcher stores for a trial that failed at a rung
 
 
 def _read_rungs(connection: Connection, experiment_id: int) -> Json:
@@ -29,7 +36,7 @@ def _read_rungs(connection: Connection, experiment_id: int) -> Json:
     config = json.loads(row.config)
     searcher = config["searcher"]
     # Another program runs a detached search; the searcher in its config is only a name.
-    if row.unmanaged or row.searcher_type not in rungs.WITH_RUNGS:
+    if row.unmanaged or row.searcher_type not in WITH_RUNGS:
         return {"brackets": []}
     snapshot = json.loads(row.searcher_snapshot or "{}")
     ids = {trial.request_id: trial.id for trial in trials.of_experiment(connection, experiment_id)}
@@ -37,10 +44,86 @@ def _read_rungs(connection: Connection, experiment_id: int) -> Json:
         "metric": row.searcher_metric,
         "timeMetric": searcher["time_metric"],
         "divisor": searcher["divisor"],
-        "brackets": rungs.rungs_of(
+        "brackets": rungs_of(
             searcher, snapshot.get("method", {}), frozenset(snapshot.get("closed", ())), ids
         ),
     }
+
+
+def rungs_of(
+    searcher: Mapping[str, Any], method: Mapping[str, Any], closed: frozenset[str], trials: Mapping[str, int]
+) -> list[Json]:
+    """Return an ASHA search's brackets as JSON, each with its rungs, lowest first.
+
+    Each rung has ``units`` (its length in the time metric), the number of trials that reached it (``total``, also by outcome),
+    ``underWay`` (trials that train towards it), and ``entries`` (best trials with value and outcome).
+
+    Args:
+        searcher: the searcher section of the config.
+        method: the saved state of the search method; empty before the first trial.
+        closed: request ids of trials that have ended. The searcher names its trials by request ids.
+        trials: request id -> trial id.
+    """
+    sizes = [one.num_rungs for one in brackets(searcher)]
+    states = method.get("brackets", [])
+    sign = 1.0 if searcher["smaller_is_better"] else -1.0
+    units = [rung_units(size, float(searcher["divisor"]), int(searcher["max_time"])) for size in sizes]
+    return [
+        {"rungs": _rungs(times, state, sign, closed, trials)}
+        for times, state in zip(units, [*states, *[{}] * len(sizes)], strict=False)
+    ]
+
+
+def _rungs(
+    units: list[int], state: Mapping[str, Any], sign: float, closed: frozenset[str], trials: Mapping[str, int]
+) -> list[Json]:
+    rung_of: Mapping[str, int] = state.get("rung_of", {})
+    stopped = frozenset(state.get("stopped", ()))
+    found: list[Json] = []
+    for idx, time in enumerate(units):
+        entries = [
+            {
+                "trial": trials.get(request_id),
+                "value": None if value == _WORST else sign * value,
+                "outcome": _outcome(
+                    idx, len(units) - 1, value, rung_of.get(request_id, 0), request_id in stopped
+                ),
+            }
+            for value, request_id in (state["rungs"][idx] if state else ())
+        ]
+        under_way = [
+            trials[request_id]
+            for request_id, rung in rung_of.items()
+            if rung == idx and request_id in trials and request_id not in stopped and request_id not in closed
+        ]
+        count = [entry["outcome"] for entry in entries].count
+        found.append(
+            {
+                "units": time,
+                "total": len(entries),
+                "wentOn": count("went on"),
+                "stopped": count("stopped"),
+                "finished": count("finished"),
+                "failed": count("failed"),
+                "underWay": under_way[:_MAX_ENTRIES],
+                "numUnderWay": len(under_way),
+                "entries": entries[:_MAX_ENTRIES],
+            }
+        )
+    return found
+
+
+def _outcome(idx: int, top: int, value: float, reached: int, is_stopped: bool) -> str:
+    """Return "went on", "failed", "finished" or "stopped" for a trial at rung ``idx``.
+
+    ``top`` is the highest rung of the bracket, ``reached`` the highest that the trial has reached. ``value`` is the metric's
+    value, ``_WORST`` if the trial failed at the rung.
+    """
+    if reached > idx or not is_stopped:
+        return "went on"
+    if value == _WORST:
+        return "failed"
+    return "finished" if idx == top else "stopped"
 
 
 async def get_rungs(request: ApiRequest) -> Json:
@@ -54,7 +137,7 @@ def _layouts(engines: str | None) -> list[Json]:
 
 
 async def get_checkpoints(request: ApiRequest) -> Json:
-    """Return an experiment's newest checkpoints; ``more`` is true if the list is cut."""
+    """Return an experiment's newest checkpoints; ``more`` tells if some are left out."""
 
     def read(connection: Connection) -> list[Json]:
         experiment_id = request.path_params["experiment_id"]
@@ -68,7 +151,10 @@ async def get_checkpoints(request: ApiRequest) -> Json:
 
 
 async def get_config(request: ApiRequest) -> Json:
-    """Return an experiment's submitted and effective config, and each value's origin."""
+    """Return an experiment's submitted config, and the values in effect with origins.
+
+    Origins are, for example, the submitted config, the template or the defaults.
+    """
     services = request.services
     row = await services.read(experiments.require, request.path_params["experiment_id"])
     names = services.secret_names
@@ -90,7 +176,7 @@ async def get_config(request: ApiRequest) -> Json:
 
 
 def listed_files(tgz: bytes) -> Json:
-    """List a model definition's files (``tgz``); ``more`` is true if the list is cut."""
+    """List a model definition's files (tar.gz); ``more`` tells if some are left out."""
     files = list_files(tgz)
     return {
         "files": [{"path": file.path, "bytes": file.size} for file in files[:_MAX_FILES]],
@@ -99,7 +185,7 @@ def listed_files(tgz: bytes) -> Json:
 
 
 def shown_file(tgz: bytes, path: str) -> Json:
-    """Return a model definition's file as text, cut at ``MAX_TEXT_BYTES``.
+    """Return a file of a model definition (tar.gz) as text, cut at ``MAX_TEXT_BYTES``.
 
     The text of a binary file is empty.
     """

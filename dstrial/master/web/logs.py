@@ -10,29 +10,25 @@ from typing import Any
 from starlette.responses import StreamingResponse
 
 from dstrial.errors import RequestError
+from dstrial.master.api.logs import require_task
 from dstrial.master.http.router import USER, ApiRequest, route
-from dstrial.master.store import tasks
 from dstrial.master.store.database import Connection
 from dstrial.master.store.reports import log_pages, logs
 from dstrial.master.store.reports.log_pages import PageFilter
 from dstrial.master.store.reports.logs import LogKey
 from dstrial.master.web.views import require_trial
-from dstrial.visible_text import visible_line
 
-_LINES = 200
-_CHUNK = 1000
-_MAX_TEXT = 1000
+_LINES = 200  # per response, by default
+_CHUNK = 1000  # lines per read of the database
+_MAX_TEXT = 1000  # characters of the text to find
 
 
 def _log_of(connection: Connection, trial_id: int | None, task_id: str | None) -> LogKey:
-    """Return the key of a trial's or task's log; the tasks of a trial share one log."""
+    """Return which stored log a trial or task writes; the tasks of a trial share one."""
     if trial_id is not None:
         require_trial(connection, trial_id)
         return LogKey(trial_id=trial_id)
-    row = tasks.get(connection, task_id or "")
-    if row is None:
-        shown = visible_line((task_id or "")[:80])
-        raise RequestError(404, f"task {shown!r} is not found; expected one of `det task list`.")
+    row = require_task(connection, task_id or "")
     return LogKey(trial_id=row.trial_id) if row.trial_id else LogKey(task_id=row.id)
 
 

@@ -31,10 +31,11 @@ MISSING = (
     "(tools/page_libraries.sh); a wheel that was built afterwards has them. The `det` command works without."
 )
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-_WAITING_REFRESH_S = 1
+_WAITING_REFRESH_S = 1  # period in which the page of a starting task reloads itself
 _GAP_S = 0.5  # minimum time between two events of a stream; changes in between are batched
-_PING_S = 15.0
-_MAX_TOPICS = 500
+_PING_S = 15.0  # time without changes after which a heartbeat is sent
+_MAX_TOPICS = 500  # per event
+# Topics of the master's pubsub that the page uses.
 _TOPIC_PREFIXES = ("experiment:", "trial:", "metrics:", "logs:", "command:", "job:")
 _TOPICS = ("scheduler", "models")
 
@@ -47,7 +48,7 @@ def _templates() -> jinja2.Environment:
 
 
 def render(name: str, status: int = 200, **values: Any) -> Response:
-    """Render HTML template ``name`` with ``values``, with a strict CSP header."""
+    """Return the HTML template ``name`` filled with ``values``, under a strict CSP."""
     nonce = secrets.token_urlsafe(16)
     text = _templates().get_template(name).render(nonce=nonce, **values)
     headers = {
@@ -73,7 +74,7 @@ def asset_names() -> list[str]:
 
 
 def _read_asset(name: str) -> tuple[bytes, str] | None:
-    """Return a static file's content and media type; None if there is no such file."""
+    """Return the content and media type of a file of the page; None if there is none."""
     directory = VENDOR if name.startswith("vendor/") else STATIC
     try:
         path = (directory / name.removeprefix("vendor/")).resolve()
@@ -85,7 +86,7 @@ def _read_asset(name: str) -> tuple[bytes, str] | None:
 
 
 async def get_asset(request: ApiRequest) -> Response:
-    """Serve a static file with an ETag, which browsers revalidate at each use."""
+    """Serve a file of the page with an ETag, by which browsers check if it changed."""
     name = "/".join(str(part) for part in request.path_params.values())
     found = await request.services.run(functools.partial(_read_asset, name))
     if found is None:
@@ -105,12 +106,10 @@ async def get_asset(request: ApiRequest) -> Response:
 async def show_page(_request: ApiRequest) -> Response:
     if not has_libraries():
         return render("message.html", 503, text=MISSING)
-    return render(
-        "page.html", modules=[name for name in asset_names() if name.endswith(".js")], start="app.js"
-    )
+    return render("page.html", modules=[name for name in asset_names() if name.endswith(".js")])
 
 
-def task_state(connection: Connection, task_id: str) -> Literal["waiting", "ready", "ended"]:
+def service_state(connection: Connection, task_id: str) -> Literal["waiting", "ready", "ended"]:
     row = commands.require(connection, task_id)
     if row.state in commands.ENDED:
         return "ended"
@@ -137,7 +136,7 @@ async def show_login(request: ApiRequest) -> Response:
 
 
 async def show_link(request: ApiRequest) -> Response:
-    """Return the login form; its script redeems the code after ``#`` of a login link."""
+    """Return the login page; its script logs in with the code of a login link."""
     return login_page(request.services)
 
 
@@ -158,7 +157,7 @@ async def _events(services: Services) -> AsyncIterator[dict[str, Any] | None]:
 
 
 async def get_events(request: ApiRequest) -> Stream:
-    """Stream server-sent events with the topics, such as "trial:7", that have changed.
+    """Stream server-sent events that name what has changed, such as "trial:7".
 
     The first event is ``{"master": id}``; the id changes when the master restarts. Later events are ``{"topics": […]}``, or
     ``{"all": true}`` if there are too many.
@@ -167,7 +166,7 @@ async def get_events(request: ApiRequest) -> Stream:
 
 
 def _below(path: str, depths: range) -> list[str]:
-    """Return route patterns below ``path``, one per number of segments in ``depths``."""
+    """Return route paths below ``path``, one for each number of further segments."""
     return [path + "".join(f"/{{part_{idx}}}" for idx in range(depth)) for depth in depths]
 
 

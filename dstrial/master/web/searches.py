@@ -19,13 +19,17 @@ from dstrial.master.store.database import Connection
 from dstrial.master.store.views import overviews
 from dstrial.master.store.views.overviews import Json, LabelledExperiment
 
+# Label of an experiment: the search's id, and a trial's number or the experiment's role.
 _LABEL = re.compile(r"dsat-([0-9a-f]{8})-(?:(\d{1,9})|(search)|(results)|(full))$", re.ASCII)
+# End of the name of an experiment that dsat has submitted.
 _NAME = re.compile(r" \(dsat (?:trial \d+|search|results)\)$", re.ASCII)
 _NOTES_BEGIN = "Report of a search of dsat (JSON; do not edit):\n"
+# Fields of a dsat report's row that the page shows.
 _ROW = (
     *("trial_id", "description", "is_own", "why", "seconds", "predicted", "failure", "experiment"),
     *("state", "value", "throughput", "step_s", "memory_bytes"),
 )
+# Fields of a dsat report that the page shows.
 _FACTS = (
     *("name", "method", "metric", "unit", "smaller_is_better", "num_slots"),
     *("reason", "is_finished", "is_failure", "best", "own", "gain", "is_gain_certain"),
@@ -34,15 +38,15 @@ _ENDED = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
 
 
 def search_of(label: str) -> str | None:
-    """Return the dsat search's id in an experiment's label; None for other labels."""
+    """Return the id of the dsat search that a label of an experiment names, or None."""
     found = _LABEL.match(label)
     return None if found is None else found[1]
 
 
 def document_of(notes: str, *, is_live: bool = False) -> Json | None:
-    """Return the dsat report in an experiment's notes; None if missing or invalid.
+    """Return the report of a dsat search that an experiment's notes contain.
 
-    ``is_live`` selects the report of a running search instead of the final one.
+    With ``is_live`` it is the short one of a running search, else the final one. None if it is missing or invalid.
     """
     if not notes.startswith(_NOTES_BEGIN):
         return None
@@ -65,10 +69,10 @@ def document_of(notes: str, *, is_live: bool = False) -> Json | None:
 
 
 def shown_rows(reported: Iterable[Json], experiments: Sequence[int], *, is_over: bool) -> list[Json]:
-    """Return a report's rows for the page.
+    """Return the rows of a dsat report as the page shows them.
 
     If the search has ended (``is_over``), the state "running" becomes "not measured". Users can edit the notes that contain the
-    report, so rows keep only links to ``experiments``, the ids of the search's experiments.
+    report, so an experiment id that is not in ``experiments``, those of the search, becomes None.
     """
     return [
         {
@@ -85,9 +89,9 @@ def is_over(rows: Iterable[LabelledExperiment]) -> bool:
 
 
 def shown_state(rows: Sequence[LabelledExperiment], document: Mapping[str, Any] | None) -> str:
-    """Return RUNNING, COMPLETED, CANCELED or ERROR for a dsat search.
+    """Return the state of a dsat search: RUNNING, COMPLETED, CANCELED or ERROR.
 
-    ``rows`` are the search's experiments. Once all have ended, the state is that of ``document``, the search's report.
+    ``rows`` are the search's experiments. Once all have ended, the search's report ``document`` decides.
     """
     if not is_over(rows):
         return "RUNNING"
@@ -99,7 +103,9 @@ def shown_state(rows: Sequence[LabelledExperiment], document: Mapping[str, Any] 
     return "COMPLETED" if document["is_finished"] else "CANCELED"
 
 
-def _facts(search_id: str, rows: Sequence[LabelledExperiment], document: Mapping[str, Any] | None) -> Json:
+def _search_json(
+    search_id: str, rows: Sequence[LabelledExperiment], document: Mapping[str, Any] | None
+) -> Json:
     first = rows[0]
     ends = [row.end_us for row in rows if row.end_us is not None]
     method = re.match(r"dsat ([\w-]+):", first.description)
@@ -119,7 +125,7 @@ def _facts(search_id: str, rows: Sequence[LabelledExperiment], document: Mapping
     }
 
 
-def _groups(rows: Sequence[LabelledExperiment]) -> dict[str, list[LabelledExperiment]]:
+def _experiments_by_search(rows: Sequence[LabelledExperiment]) -> dict[str, list[LabelledExperiment]]:
     found: dict[str, list[LabelledExperiment]] = {}
     for row in rows:
         search_id = search_of(row.label)
@@ -133,10 +139,10 @@ async def get_searches(request: ApiRequest) -> Json:
         return [
             {
                 # Reports are long: parse them for ended searches only, as running searches need none here.
-                **_facts(search_id, own, newest_document(own) if is_over(own) else None),
+                **_search_json(search_id, own, newest_document(own) if is_over(own) else None),
                 "hasReport": any("report.json" in row.notes for row in own),
             }
-            for search_id, own in _groups(overviews.labelled(connection)).items()
+            for search_id, own in _experiments_by_search(overviews.labelled(connection)).items()
         ]
 
     found = await request.services.read(read)
@@ -144,9 +150,11 @@ async def get_searches(request: ApiRequest) -> Json:
 
 
 def newest_document(experiments: Iterable[LabelledExperiment]) -> Json | None:
-    """Return the most complete report among a search's experiments, or None.
+    """Return the most complete report of a dsat search in its experiments' notes.
 
-    Experiments of a search that continued, or resumed after an interruption, may have outdated reports.
+    None if no notes have one.
+
+    If a search was interrupted and continued, some of its experiments have outdated reports.
     """
     documents = [document_of(row.notes, is_live=is_live) for row in experiments for is_live in (True, False)]
     return max(
@@ -156,14 +164,14 @@ def newest_document(experiments: Iterable[LabelledExperiment]) -> Json | None:
     )
 
 
-def _read(connection: Connection, search_id: str) -> Json:
-    own = _groups(overviews.labelled(connection, search_id)).get(search_id)
+def _read_search(connection: Connection, search_id: str) -> Json:
+    own = _experiments_by_search(overviews.labelled(connection, search_id)).get(search_id)
     if not own:
         raise RequestError(
             404, f"search {search_id[:80]!r} is not found; expected one that has experiments on this master."
         )
     document = newest_document(own)
-    facts = _facts(search_id, own, document)
+    facts = _search_json(search_id, own, document)
     rows: list[Json] = []
     if document is not None:
         del document["num_trials"], document["told_s"]
@@ -172,7 +180,7 @@ def _read(connection: Connection, search_id: str) -> Json:
 
 
 async def get_search(request: ApiRequest) -> Json:
-    return await request.services.read(_read, request.path_params["search_id"])
+    return await request.services.read(_read_search, request.path_params["search_id"])
 
 
 routes = [

@@ -25,11 +25,11 @@ MAX_COMPARED = 100  # compared trials per response
 
 
 def masked_rows(rows: list[Json], name: str, names: SecretNames) -> list[Json]:
-    """Return rows with masked secrets in the JSON text of field ``name``."""
+    """Return rows in which field ``name``, a config as JSON text, has masked secrets."""
     return [{**row, name: shown_config(row[name], names)} for row in rows]
 
 
-def _experiments(connection: Connection, services: Services, ids: list[int]) -> list[Json]:
+def _read_experiments(connection: Connection, services: Services, ids: list[int]) -> list[Json]:
     return masked_rows(overviews.experiments(connection, ids), "hyperparameters", services.secret_names)
 
 
@@ -40,7 +40,10 @@ def read_trials(
 
 
 def metrics_json(found: list[tuple[str, str]]) -> Json:
-    """Return metrics as group -> names; ``more`` is true if the list is cut."""
+    """Return (group, name) pairs of metrics as group -> names.
+
+    ``more`` in the result tells whether the list was cut.
+    """
     groups: dict[str, list[str]] = {}
     for group, name in found[: overviews.MAX_METRICS]:
         groups.setdefault(group, []).append(name)
@@ -59,12 +62,12 @@ async def get_session(request: ApiRequest) -> Json:
 
 async def get_experiments(request: ApiRequest) -> Json:
     services, ids = request.services, request.query_ints("ids")
-    return {"experiments": await services.read(_experiments, services, ids)}
+    return {"experiments": await services.read(_read_experiments, services, ids)}
 
 
 def _read_experiment(connection: Connection, services: Services, experiment_id: int) -> Json:
     names = services.secret_names
-    found = _experiments(connection, services, [experiment_id])
+    found = _read_experiments(connection, services, [experiment_id])
     if not found:
         raise RequestError(404, f"experiment {experiment_id} is not found; expected one of the list.")
     row = experiments.require(connection, experiment_id)
@@ -91,7 +94,7 @@ async def get_trials(request: ApiRequest) -> Json:
     return {"trials": await services.read(read_trials, services, ids, request.path_params["experiment_id"])}
 
 
-def _stall(connection: Connection, trial_id: int) -> str:
+def _stall_text(connection: Connection, trial_id: int) -> str:
     """Return text on the rank or process that stalls a trial; empty if none does."""
     allocation = allocations.live(connection, trial_id)
     found = None if allocation is None else stall_in(Path(allocation.directory))
@@ -99,7 +102,7 @@ def _stall(connection: Connection, trial_id: int) -> str:
 
 
 def require_trial(connection: Connection, trial_id: int) -> int:
-    """Return a trial's experiment id; raise HTTP 404 if there is no such trial."""
+    """Return the id of a trial's experiment; raise HTTP 404 if there is no such trial."""
     found = overviews.experiment_of_trial(connection, trial_id)
     if found is None:
         raise RequestError(404, f"trial {trial_id} is not found; expected one of an experiment's list.")
@@ -109,11 +112,11 @@ def require_trial(connection: Connection, trial_id: int) -> int:
 def _read_trial(connection: Connection, services: Services, trial_id: int) -> Json:
     experiment_id = require_trial(connection, trial_id)
     (trial,) = read_trials(connection, services, [trial_id])
-    (experiment,) = _experiments(connection, services, [experiment_id])
+    (experiment,) = _read_experiments(connection, services, [experiment_id])
     return {
         "trial": {
             **trial,
-            "stall": _stall(connection, trial_id),
+            "stall": _stall_text(connection, trial_id),
             "job": services.backend.job_text(trial_id),
             "recordsPerEpoch": overviews.records_per_epoch(connection, experiment_id),
         },
@@ -142,9 +145,9 @@ async def get_trial(request: ApiRequest) -> Json:
 
 
 def curve_json(steps: list[int], times: list[int], values: list[float], num_points: int) -> Json:
-    """Return a curve as JSON, downsampled to ``num_points``, with times in ms.
+    """Return a metric's curve as JSON with at most ``num_points`` points.
 
-    ``steps`` are completed batches; the argument ``times`` is in microseconds.
+    ``steps`` are completed batches. The argument ``times`` is in microseconds, "times" of the JSON in milliseconds.
     """
     kept = curves.downsample(values, num_points)
     return {
@@ -154,7 +157,9 @@ def curve_json(steps: list[int], times: list[int], values: list[float], num_poin
     }
 
 
-def _series(connection: Connection, trial_ids: list[int], group: str, name: str, points: int) -> list[Json]:
+def _read_series(
+    connection: Connection, trial_ids: list[int], group: str, name: str, points: int
+) -> list[Json]:
     found: list[Json] = []
     for trial_id in trial_ids:
         curve = curves.curve(connection, trial_id, group, name)
@@ -180,10 +185,10 @@ async def get_series(request: ApiRequest) -> Json:
             "group or name is missing; expected those of a metric. Send the names that the experiment tells.",
         )
     points = min(request.query_int("points") or MAX_POINTS, MAX_POINTS, _MAX_SERIES_POINTS // len(trials))
-    return {"series": await request.services.read(_series, trials, group, name, max(points, 2))}
+    return {"series": await request.services.read(_read_series, trials, group, name, max(points, 2))}
 
 
-def _newest(connection: Connection, trial_id: int) -> Json:
+def _read_newest_report(connection: Connection, trial_id: int) -> Json:
     require_trial(connection, trial_id)
     found = curves.newest(connection, trial_id)
     if found is None:
@@ -200,7 +205,7 @@ def _newest(connection: Connection, trial_id: int) -> Json:
 
 
 async def get_instruments(request: ApiRequest) -> Json:
-    return await request.services.read(_newest, request.path_params["trial_id"])
+    return await request.services.read(_read_newest_report, request.path_params["trial_id"])
 
 
 def _compared_experiment(connection: Connection, experiment_id: int) -> Json:
@@ -211,7 +216,7 @@ def _compared_experiment(connection: Connection, experiment_id: int) -> Json:
     }
 
 
-def _compared(
+def _read_compared(
     services: Services, connection: Connection, trial_ids: list[int], experiment_ids: list[int]
 ) -> Json:
     named = overviews.experiments(connection, experiment_ids) if experiment_ids else []
@@ -234,7 +239,7 @@ def _compared(
 
 
 async def get_compared(request: ApiRequest) -> Json:
-    """Return the given trials, and the best trial of each given experiment."""
+    """Return the trials in the query, and the best trial of each experiment in it."""
     trials, found = request.query_ints("trials"), request.query_ints("experiments")
     if not 1 <= len(trials) + len(found) <= MAX_COMPARED:
         raise RequestError(
@@ -242,7 +247,7 @@ async def get_compared(request: ApiRequest) -> Json:
             f"{len(trials) + len(found)} trials and experiments are named; expected 1 to {MAX_COMPARED}. Choose fewer.",
         )
     services = request.services
-    return await services.read(lambda connection: _compared(services, connection, trials, found))
+    return await services.read(lambda connection: _read_compared(services, connection, trials, found))
 
 
 routes = [

@@ -1,4 +1,4 @@
-"""Send webhook events in threads, with retries; a slow receiver delays no others.
+"""Send webhook events in threads, with retries; a slow receiver delays no other.
 
 Redirects are not followed, and only the status of the response is used. Proxies of the master's environment (``HTTPS_PROXY``,
 ``NO_PROXY``) are used, except for loopback addresses.
@@ -22,9 +22,9 @@ import secrets
 import threading
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.error import URLError
 from urllib.parse import unquote, urlsplit
 
@@ -39,21 +39,35 @@ if TYPE_CHECKING:
     from dstrial.master.services import Services
 
 
+logger = logging.getLogger("dstrial.master.webhooks")
+
+# Headers with the time and the signature of a request.
 TIMESTAMP_HEADER = "X-Determined-AI-Signature-Timestamp"
 SIGNATURE_HEADER = "X-Determined-AI-Signature"
 
 TIMEOUT_S = 10.0  # per attempt, from connecting to the response's status
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_TOO_MANY = 429
-_MAX_RESULT = 200
-_MAX_THREADS = 64
-_POLL_S = 0.1
+_TOO_MANY = 429  # HTTP status that asks for a later attempt
+_MAX_RESULT = 200  # characters of an error's text
+_MAX_THREADS = 64  # requests at a time, with those that were given up
+_POLL_S = 0.1  # period of checks whether an attempt or a thread has ended
+
+RETRY_S = (1.0, 10.0)
+"""Backoff before the second and third attempt, in seconds, with a jitter of 50 %.
+
+Determined's three attempts take at most four seconds (``backoffAttempts`` in ``shipper.go``), which is less than the restart of a
+receiver takes."""
+
+_IDLE_S = 60.0  # longest wait between two polls of the queue; a new event ends it
+_BACKOFF_S = 60.0  # backoff after a local error, for example a full disk
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeliveryResult:
-    result: str
+    """The result of one attempt to deliver an event."""
+
+    result: str  # text for users, for example "HTTP 200"
     is_delivered: bool
     may_retry: bool
 
@@ -71,7 +85,7 @@ class Sender:
         self._ended = threading.Event()
 
     def post(self, url: str, body: bytes) -> DeliveryResult | None:
-        """Send a signed JSON body once; return the result, or None during a shutdown."""
+        """Send a signed JSON body once; return the result, None if the master shuts down."""
         if self._ended.is_set():
             return None
         if not self._threads.acquire(blocking=False):
@@ -124,9 +138,7 @@ class Sender:
 
 
 def load_key(path: Path) -> str:
-    """Return the signing key in file ``path``.
-
-    A missing file is created with a new key.
+    """Return the signing key of webhooks in file ``path``; create a missing file.
 
     Raises:
         MasterError: the file cannot be read or created, or is empty.
@@ -151,6 +163,16 @@ def signature(key: str, timestamp_s: int, body: bytes) -> str:
     return hmac.new(key.encode(), f"{timestamp_s},".encode() + body, hashlib.sha256).hexdigest()
 
 
+def send_event(services: Services, url: str, kind: str, event: Mapping[str, Any]) -> DeliveryResult | None:
+    """Send a stored event once; return the result, None if the master shuts down.
+
+    ``kind`` is the webhook's type, SLACK or DEFAULT.
+    """
+    settings = services.settings
+    body = body_of(event, kind, node=services.agent_id, pool=settings.pool_name, base_url=settings.base_url)
+    return services.webhook_sender.post(url, body)
+
+
 def _request(url: str, body: bytes, key: str) -> urllib.request.Request:
     parts = urlsplit(url)
     headers = {"Content-Type": "application/json; charset=UTF-8", "User-Agent": "dstrial"}
@@ -173,18 +195,8 @@ def _result_of(status: int) -> DeliveryResult:
     return DeliveryResult(f"HTTP {status}", False, status >= 500 or status == _TOO_MANY)
 
 
-logger = logging.getLogger("dstrial.master.webhooks")
-
-RETRY_S = (1.0, 10.0)
-"""Backoff before the second and third attempt, seconds, with a jitter of 50 %. Determined's three attempts take at most
-four seconds (``backoffAttempts`` in ``shipper.go``), less than the restart of a receiver."""
-
-_IDLE_S = 60.0
-_BACKOFF_S = 60.0  # backoff after a local error, for example a full disk
-
-
 class Delivery:
-    """Sends queued events: one thread per webhook, one event at a time.
+    """Sends queued events, to each webhook one at a time in a thread of its own.
 
     Delivery is at least once: after a crash of the master, an event may be sent again, with the same ``event_id``.
     """
@@ -203,7 +215,7 @@ class Delivery:
         self._thread.start()
 
     def stop(self, drain_s: float) -> None:
-        """Send due events for at most ``drain_s``, then stop; unsent events stay queued."""
+        """Send due events for at most ``drain_s`` seconds, then stop; others stay queued."""
         if self._thread.ident is None:
             return
         self._is_draining = True
@@ -230,7 +242,10 @@ class Delivery:
             self._event.clear()
 
     def _start_due(self) -> tuple[float, bool]:
-        """Start sending due events; return (seconds to next poll, whether any was due)."""
+        """Start threads that send due events.
+
+        Returns the seconds until the next call, and whether any thread sends now.
+        """
         self._sending = {number: thread for number, thread in self._sending.items() if thread.is_alive()}
         with self._database.read() as connection:
             rows = [row for row in webhooks.next_events(connection) if row.webhook_id not in self._sending]
@@ -251,16 +266,8 @@ class Delivery:
             self._stopping.wait(_BACKOFF_S)  # without a stored result the event is retried
 
     def _attempt(self, row: webhooks.DueEvent) -> None:
-        services = self._services
-        body = body_of(
-            json.loads(row.event),
-            row.type,
-            node=services.agent_id,
-            pool=services.settings.pool_name,
-            base_url=services.settings.base_url,
-        )
         started_s = time.monotonic()
-        outcome = services.webhook_sender.post(row.url, body)
+        outcome = send_event(self._services, row.url, row.type, json.loads(row.event))
         if outcome is None:
             return
         retry_us = None

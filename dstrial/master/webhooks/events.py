@@ -1,4 +1,4 @@
-"""Match log lines with webhooks; enqueue events within the causing transaction."""
+"""Enqueue webhook events in the transaction that causes them; match lines of logs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ from dstrial.master.store import experiments, webhooks
 from dstrial.master.store.database import Database, Transaction
 from dstrial.master.webhooks.payloads import CUSTOM, STATE_CHANGE, TASK_LOG
 
+K = TypeVar("K")
+
+# Longest texts in an event, characters.
+_MAX_TITLE = 1000
+_MAX_DESCRIPTION = 10_000
+_MAX_LINE = 10_000
+
 
 def _compiled(rows: Iterable[webhooks.TriggeredWebhook]) -> Iterator[tuple[int, Any]]:
     for row in rows:
@@ -27,7 +34,7 @@ def _compiled(rows: Iterable[webhooks.TriggeredWebhook]) -> Iterator[tuple[int, 
 
 
 def first_matches(patterns: Iterable[tuple[K, Any]], texts: Sequence[str]) -> list[tuple[K, str]]:
-    """Return the keys of the matching patterns, each with its first matching text.
+    """Return (key, first matching text) for each pattern that matches a text.
 
     RE2 searches in linear time: half a MiB takes about 40 ms with 50 patterns.
     """
@@ -43,7 +50,7 @@ def first_matches(patterns: Iterable[tuple[K, Any]], texts: Sequence[str]) -> li
 
 
 class LogTriggers:
-    """Webhooks' compiled patterns for log lines, reloaded on change. Thread-safe."""
+    """Compiled patterns of webhooks for log lines, reloaded on change. Thread-safe."""
 
     def __init__(self, database: Database, pubsub: PubSub) -> None:
         self._database = database
@@ -69,13 +76,6 @@ class LogTriggers:
                 self._patterns = tuple(_compiled(rows))
                 self._version = version
             return self._patterns
-
-
-K = TypeVar("K")
-
-_MAX_TITLE = 1000
-_MAX_DESCRIPTION = 10_000
-_MAX_LINE = 10_000
 
 
 def notify_state(tx: Transaction, experiment_id: int) -> None:
@@ -126,7 +126,7 @@ def notify_alert(
 
 
 def notify_lines(tx: Transaction, task_id: str, matches: Iterable[tuple[int, str]]) -> None:
-    """Enqueue an event per (trigger id, line), but only one per task and trigger."""
+    """Enqueue events for (trigger id, matching line): one per task and trigger."""
     for trigger_id, line in matches:
         _notify_line(tx, task_id, trigger_id, line)
 
@@ -161,7 +161,7 @@ def _notify_line(tx: Transaction, task_id: str, trigger_id: int, line: str) -> N
 
 
 def _new_event(kind: str) -> dict[str, Any]:
-    """Return the common fields of a new event; retries have the same id and time."""
+    """Return the fields that every new event has; retries keep its id and time."""
     return {"event_id": str(uuid.uuid4()), "type": kind, "timestamp": int(time.time())}
 
 
@@ -180,8 +180,10 @@ def _facts(row: webhooks.NotifiedExperiment) -> dict[str, Any]:
 
 
 def _is_notified(row: webhooks.TriggeredWebhook, workspace_id: int, choice: WebhookChoice | None) -> bool:
-    """Return whether a webhook receives an event of a workspace."""
-    # ``choice`` is None for a task without an experiment. Source: Determined 0.38.1 ``matchWebhook``.
+    """Return whether a webhook receives an event of a workspace.
+
+    ``choice`` is from the experiment's config, None for a task without an experiment. Source: Determined 0.38.1 ``matchWebhook``.
+    """
     if choice is not None and choice.excludes:
         return False
     if row.workspace_id not in (None, workspace_id):
@@ -197,7 +199,7 @@ def _cut(text: str, limit: int) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WebhookChoice:
-    """Webhooks selected by a config (``integrations.webhooks``); none if ``excludes``."""
+    """The webhooks that a config selects; with ``excludes``, it selects none."""
 
     ids: frozenset[int] = frozenset()
     names: frozenset[str] = frozenset()

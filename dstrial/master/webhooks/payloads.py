@@ -13,21 +13,21 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+# Types of events and of the triggers that cause them.
 STATE_CHANGE = "EXPERIMENT_STATE_CHANGE"
 TASK_LOG = "TASK_LOG"
 CUSTOM = "CUSTOM"
 
 _GREEN = "#13B670"
 _RED = "#DD5040"
-_SLACK_TEXT = 2800
-"""Limit of user text per block, characters; Slack rejects blocks of more than 3000."""
+_SLACK_TEXT = 2800  # characters of user text per block; Slack rejects blocks of more than 3000
 
 _TO_ESCAPE = re.compile("[&<>]")
 _ESCAPED = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 
 
 def body_of(event: Mapping[str, Any], kind: str, *, node: str, pool: str, base_url: str) -> bytes:
-    """Return the request body for a stored event.
+    """Return the body of the HTTP request that delivers a stored event.
 
     ``kind`` is the webhook's type, SLACK or DEFAULT; ``node`` and ``pool`` name the master's machine and resource pool.
     Links in the body begin with ``base_url``; if it is empty, the body has no links.
@@ -154,6 +154,6 @@ def _text(text: str, kind: str = "mrkdwn") -> dict[str, Any]:
 
 
 def _escaped(text: str, limit: int = _SLACK_TEXT // 2) -> str:
-    """Escape and cut text for Slack, so that ``<!channel>`` in a log notifies nobody."""
+    """Escape text for Slack, so that ``<!channel>`` notifies nobody; cut it."""
     short = text if len(text) <= limit else f"{text[:limit]}…"
     return _TO_ESCAPE.sub(lambda match: _ESCAPED[match[0]], short)

@@ -1,5 +1,6 @@
 """Clients of each test's master: ``det``, session and SDK."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,25 @@ def det(fresh_master: Master, tmp_path: Path) -> DetHere:
 
 
 @pytest.fixture
-def session(fresh_master: Master) -> api.Session:
-    return api.Session(fresh_master.address, "determined", fresh_master.tokens["determined"], None)
+def session_of(fresh_master: Master) -> Callable[[str], api.Session]:
+    """Function that returns a user's session at the test's master."""
+    return lambda user: api.Session(fresh_master.address, user, fresh_master.tokens[user], None)
 
 
 @pytest.fixture
-def admin(fresh_master: Master) -> api.Session:
-    return api.Session(fresh_master.address, "admin", fresh_master.tokens["admin"], None)
+def session(session_of: Callable[[str], api.Session]) -> api.Session:
+    return session_of("determined")
+
+
+@pytest.fixture
+def admin(session_of: Callable[[str], api.Session]) -> api.Session:
+    return session_of("admin")
+
+
+@pytest.fixture
+def trial_session(fresh_master: Master) -> api.Session:
+    """Session inside trial 1, as user determined."""
+    return api.Session(fresh_master.address, "determined", fresh_master.tokens["trial-1-user"], None)
 
 
 @pytest.fixture

@@ -187,9 +187,8 @@ def test_access_and_task_tokens_cannot_create_tokens(fresh_master: Master, det: 
         assert (answer.status, "outlive" in answer.error) == (403, True)
 
 
-def test_token_list_is_sorted_and_paged(fresh_master: Master, det: DetHere) -> None:
+def test_token_list_is_sorted_and_paged(session: api.Session, det: DetHere) -> None:
     ids = [created(det, "-d", text, "-e", days)[0] for text, days in (("b", "3"), ("c", "1"), ("a", "2"))]
-    session = api.Session(fresh_master.address, "determined", fresh_master.tokens["determined"], None)
 
     def listed(**query: object) -> list[int]:
         found = bindings.get_GetAccessTokens(session, **query)  # type: ignore[arg-type]

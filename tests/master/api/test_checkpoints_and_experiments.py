@@ -83,13 +83,12 @@ def test_report_checkpoint_invalid_uuid_is_rejected(fresh_master: Master, name: 
     assert fresh_master.rows("SELECT uuid FROM checkpoints WHERE uuid = ?", uuid) == []
 
 
-def test_checkpoint_metrics_come_from_dependent_trials(fresh_master: Master) -> None:
+def test_checkpoint_metrics_come_from_dependent_trials(fresh_master: Master, session: api.Session) -> None:
     uuid = fresh_master.checkpoints[1]
     for group, steps in (("training", 1), ("validation", 2)):
         report = {"trialRunId": 1, "stepsCompleted": steps, "metrics": {"avgMetrics": {"loss": steps}}}
         body = {"group": group, "metrics": report}
         assert fresh_master.send("POST", "/api/v1/trials/2/metrics", body, token="trial-2-user").status == 200
-    session = api.Session(fresh_master.address, "determined", fresh_master.tokens["determined"], None)
     used = Checkpoint(session, uuid)
     assert list(used.get_metrics()) == []
 

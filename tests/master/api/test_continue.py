@@ -108,25 +108,19 @@ def test_continue_merges_override_into_current_config(
     assert shown["originalConfig"] == submitted
 
 
-def test_continue_rejects_override_for_multi_trial_search(
-    det: DetHere, fresh_master: Master, tmp_path: Path
+@pytest.mark.parametrize(
+    ("searcher", "changes", "error"),
+    [
+        ("random", ["max_restarts=9"], "has the searcher random; expected single to continue with another"),
+        ("single", ["workspace=w", "project=p"], "det experiment move"),
+    ],
+)
+def test_continue_rejects_override_it_cannot_apply(
+    det: DetHere, fresh_master: Master, tmp_path: Path, searcher: str, changes: list[str], error: str
 ) -> None:
-    experiment_id, _ = killed_experiment(det, fresh_master, tmp_path, "random")
+    experiment_id, _ = killed_experiment(det, fresh_master, tmp_path, searcher)
+    options = [word for change in changes for word in ("--config", change)]
 
-    text = det.refused("e", "continue", str(experiment_id), "--config", "max_restarts=9")
+    assert error in det.refused("e", "continue", str(experiment_id), *options)
 
-    assert "has the searcher random; expected single to continue with another config" in text
-    assert stored(fresh_master, experiment_id)["state"] == "CANCELED"
-
-
-def test_continue_rejects_workspace_and_project_override(
-    det: DetHere, fresh_master: Master, tmp_path: Path
-) -> None:
-    experiment_id, _ = killed_experiment(det, fresh_master, tmp_path, "single")
-
-    text = det.refused(
-        "e", "continue", str(experiment_id), "--config", "workspace=w", "--config", "project=p"
-    )
-
-    assert "det experiment move" in text
     assert stored(fresh_master, experiment_id)["state"] == "CANCELED"

@@ -10,29 +10,10 @@ from serving import Master
 pytestmark = pytest.mark.process
 
 
-def session_of(master: Master, username: str = "determined") -> api.Session:
-    return api.Session(master.address, username, master.tokens[username], None)
-
-
-@pytest.fixture
-def session(fresh_master: Master) -> api.Session:
-    """Session of user determined; experiments 1, 2 active, 3 paused, 4 in project p."""
-    body = {
-        "config": "entrypoint: 'true'\nsearcher: {name: single, metric: loss}\nlabels: [mine]\n",
-        "activate": False,
-    }
-    for name in ("third", "fourth"):
-        given = {**body, "config": f"{body['config']}name: {name}\n"}
-        assert fresh_master.send("POST", "/api/v1/experiments", given, token="determined").status == 200
-    assert fresh_master.send("POST", "/api/v1/workspaces", {"name": "w"}, token="determined").status == 200
-    made = fresh_master.send("POST", "/api/v1/workspaces/2/projects", {"name": "p"}, token="determined")
-    move = {"destinationProjectId": made.json["project"]["id"]}
-    assert fresh_master.send("POST", "/api/v1/experiments/4/move", move, token="determined").status == 200
+def test_cleanup_logs_deletes_expired_logs(
+    session: api.Session, admin: api.Session, fresh_master: Master
+) -> None:
     fresh_master.change("UPDATE allocations SET state = 'TERMINATED', end_us = 2, exit_code = 0")
-    return session_of(fresh_master)
-
-
-def test_cleanup_logs_deletes_expired_logs(session: api.Session, fresh_master: Master) -> None:
     for trial_id in (1, 2):
         fresh_master.change(
             "INSERT INTO logs (task_id, trial_id, time_us, source, log) VALUES ('t', ?, 1, 'task', 'x')",
@@ -43,7 +24,7 @@ def test_cleanup_logs_deletes_expired_logs(session: api.Session, fresh_master: M
         session, body=bindings.v1PutTrialRetainLogsRequest(trialId=1, numDays=1), trialId=1
     )
     assert fresh_master.send("POST", "/api/v1/cleanup_logs", token="determined").status == 403
-    removed = bindings.post_CleanupLogs(session_of(fresh_master, "admin")).removedCount
+    removed = bindings.post_CleanupLogs(admin).removedCount
     assert int(removed) == 1
     assert [
         row["trial_id"]

@@ -12,11 +12,6 @@ from serving import Master
 pytestmark = pytest.mark.process
 
 
-@pytest.fixture
-def session(fresh_master: Master) -> api.Session:
-    return api.Session(fresh_master.address, "determined", fresh_master.tokens["trial-1-user"], None)
-
-
 def report(session: api.Session, steps: int, values: dict[str, Any], group: str = "training") -> None:
     body = bindings.v1ReportTrialMetricsRequest(
         group=group,
@@ -30,7 +25,7 @@ def report(session: api.Session, steps: int, values: dict[str, Any], group: str 
     bindings.post_ReportTrialMetrics(session, body=body, metrics_trialId=1)
 
 
-def test_metrics_are_streamed_completely_in_order(session: api.Session, fresh_master: Master) -> None:
+def test_metrics_are_streamed_completely_in_order(trial_session: api.Session, fresh_master: Master) -> None:
     def store(tx: Any) -> None:
         tx.executemany(
             "INSERT INTO metrics (trial_id, run_id, group_name, steps, end_us, metrics) VALUES (1, 1, ?, ?, 1, ?)",
@@ -41,13 +36,13 @@ def test_metrics_are_streamed_completely_in_order(session: api.Session, fresh_ma
         )
 
     fresh_master.services.database.write(store)
-    report(session, 2500, {"text": "x" * 9_000_000})
-    report(session, 2501, {"text": "x" * 9_000_000})
+    report(trial_session, 2500, {"text": "x" * 9_000_000})
+    report(trial_session, 2501, {"text": "x" * 9_000_000})
 
-    answers = list(bindings.get_GetMetrics(session, group="", trialIds=[1]))
+    answers = list(bindings.get_GetMetrics(trial_session, group="", trialIds=[1]))
     assert [row.totalBatches for answer in answers for row in answer.metrics] == list(range(2502))
     assert [len(answer.metrics) for answer in answers] == [1000, 1000, 501, 1]
-    answers = list(bindings.get_GetMetrics(session, group="validation", trialIds=[1]))
+    answers = list(bindings.get_GetMetrics(trial_session, group="validation", trialIds=[1]))
     assert [row.totalBatches for answer in answers for row in answer.metrics] == list(range(0, 2500, 2))
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from determined.common import api
 from determined.common.api import bindings, errors
 from serving import Master
 
 pytestmark = pytest.mark.process
-
-
-def _session(master: Master, username: str) -> api.Session:
-    return api.Session(master.address, username, master.tokens[username], None)
 
 
 def _user_id(master: Master, username: str) -> int:
@@ -51,15 +49,15 @@ def test_non_admin_can_edit_only_own_display_name(fresh_master: Master) -> None:
 @pytest.mark.parametrize(
     "name", ["Admin", " admin ", "DETERMINED", "the BOSS", "\u0430dmin", "x\ny", "x" * 300]
 )
-def test_display_name_confusable_or_malformed_is_refused(fresh_master: Master, name: str) -> None:
+def test_display_name_confusable_or_malformed_is_refused(
+    fresh_master: Master, session_of: Callable[[str], api.Session], name: str
+) -> None:
     own, admin = _user_id(fresh_master, "other"), _user_id(fresh_master, "admin")
     boss = fresh_master.send("PATCH", f"/api/v1/users/{admin}", {"displayName": "The Boss"}, token="admin")
     assert boss.status == 200
 
     with pytest.raises(errors.APIException, match="displayName is"):
-        bindings.patch_PatchUser(
-            _session(fresh_master, "other"), body=bindings.v1PatchUser(displayName=name), userId=own
-        )
+        bindings.patch_PatchUser(session_of("other"), body=bindings.v1PatchUser(displayName=name), userId=own)
     new = {"user": {"username": "new", "displayName": name}, "password": "Password-1"}
     assert fresh_master.send("POST", "/api/v1/users", new, token="admin").status == 400
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 from collections.abc import Iterator
@@ -89,16 +90,14 @@ def test_unchanged_assets_are_answered_with_304(seeded_master: Master) -> None:
     assert (again.status, again.content) == (304, b"")
 
 
-@pytest.fixture
-def events(seeded_master: Master) -> Iterator[http.client.HTTPResponse]:
-    connection = http.client.HTTPConnection("127.0.0.1", seeded_master.port, timeout=30)
-    connection.request(
-        "GET",
-        "/page/events",
-        headers={"Host": "localhost", "Authorization": f"Bearer {seeded_master.tokens['determined']}"},
-    )
-    yield connection.getresponse()
-    connection.close()
+@contextlib.contextmanager
+def listening(master: Master, token: str) -> Iterator[http.client.HTTPResponse]:
+    """Open the stream of events with a token."""
+    connection = http.client.HTTPConnection("127.0.0.1", master.port, timeout=30)
+    with contextlib.closing(connection):
+        headers = {"Host": "localhost", "Authorization": f"Bearer {token}"}
+        connection.request("GET", "/page/events", headers=headers)
+        yield connection.getresponse()
 
 
 def next_event(answer: http.client.HTTPResponse) -> dict[str, object]:
@@ -108,27 +107,20 @@ def next_event(answer: http.client.HTTPResponse) -> dict[str, object]:
             return dict(json.loads(line.removeprefix("data: ")))
 
 
-def test_events_announce_changes_and_master_id(
-    seeded_master: Master, events: http.client.HTTPResponse
-) -> None:
-    assert events.getheader("content-type") == "text/event-stream"
-    assert next_event(events) == {"master": seeded_master.services.master_id}
-    experiment = seeded_master.write(lambda tx: add_experiment(tx, name="new"))
-    assert next_event(events) == {"topics": [f"experiment:{experiment}"]}
-    seeded_master.services.pubsub.publish(["tokens", *(f"trial:{number}" for number in range(1000))])
-    assert next_event(events) == {"all": True}
+def test_events_announce_changes_and_master_id(seeded_master: Master) -> None:
+    with listening(seeded_master, seeded_master.tokens["determined"]) as events:
+        assert events.getheader("content-type") == "text/event-stream"
+        assert next_event(events) == {"master": seeded_master.services.master_id}
+        experiment = seeded_master.write(lambda tx: add_experiment(tx, name="new"))
+        assert next_event(events) == {"topics": [f"experiment:{experiment}"]}
+        seeded_master.services.pubsub.publish(["tokens", *(f"trial:{number}" for number in range(1000))])
+        assert next_event(events) == {"all": True}
 
 
 def test_events_end_after_logout(fresh_master: Master) -> None:
     token = fresh_master.tokens["other"]
-    connection = http.client.HTTPConnection("127.0.0.1", fresh_master.port, timeout=30)
-    try:
-        headers = {"Host": "localhost", "Authorization": f"Bearer {token}"}
-        connection.request("GET", "/page/events", headers=headers)
-        answer = connection.getresponse()
+    with listening(fresh_master, token) as answer:
         assert next_event(answer) == {"master": fresh_master.services.master_id}
         assert fresh_master.send("POST", "/api/v1/auth/logout", token=token).status == 200
         # Neither an event nor a keep-alive is due, so only the logout can end the stream.
         assert answer.read() in (b"", b"\n"), "it ends by itself"
-    finally:
-        connection.close()

@@ -123,7 +123,7 @@ def test_line_is_whole_or_truncated_with_length(seeded: Seeded, text: str) -> No
         ("trial=1&level=LOUD", 400, "expected one of TRACE"),
         ("trial=1&rank=one", 400, "expected whole numbers"),
         ("trial=999999", 404, "trial 999999 is not found"),
-        ("task=%1b%5b31m", 404, r"task '\\x1b[31m' is not found"),
+        ("task=%1b%5b31m", 404, r"task '\x1b[31m' is not found"),
     ],
 )
 def test_invalid_log_requests_return_errors(seeded: Seeded, query: str, status: int, words: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dstrial.master.web.rungs import rungs_of
+from dstrial.master.web.experiment_tabs import rungs_of
 from dstrial.search import Create, ExitReason, Searcher, Stop
 
 SEARCHER = {

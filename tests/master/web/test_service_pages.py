@@ -125,6 +125,18 @@ def hostile(shared_master: MasterForTest, tmp_path: Path) -> Iterator[tuple[Task
     det.ok("command", "kill", task_id)
 
 
+@contextlib.contextmanager
+def window(chromium: Any, det: TasksHere, **options: Any) -> Iterator[Any]:
+    """Open a browser window that is logged in to the master; yield its page."""
+    master = f"http://localhost:{det.master.record.port}"
+    context = chromium.new_context(**options)
+    context.set_default_timeout(30_000)
+    cookie = {"name": "auth", "value": det.token, "url": master, "httpOnly": True, "sameSite": "Strict"}
+    context.add_cookies([cookie])
+    yield context.new_page()
+    context.close()
+
+
 def _answers(det: TasksHere, path: str) -> bool:
     with contextlib.suppress(APIException):
         return bool(det.session.get(path[1:]).ok)
@@ -137,56 +149,46 @@ def test_service_page_reaches_neither_master_nor_session(
     det, path = hostile
     port = det.master.record.port
     master = f"http://localhost:{port}"
-    cookie = {"name": "auth", "value": det.token, "url": master, "httpOnly": True, "sameSite": "Strict"}
-    context = chromium.new_context()
-    context.set_default_timeout(30_000)
-    context.add_cookies([cookie])
-    page = context.new_page()
-    page.goto(f"{master}/login")  # start on a page of the master and follow a link to the service
-    page.evaluate("(url) => { location.href = url; }", f"{master}{path}?a=%2F")
-    page.wait_for_url(lambda url: url.endswith(f"{path}?a=%2F"))
-    page.wait_for_function("window.found")
+    with window(chromium, det) as page:
+        page.goto(f"{master}/login")  # start on a page of the master and follow a link to the service
+        page.evaluate("(url) => { location.href = url; }", f"{master}{path}?a=%2F")
+        page.wait_for_url(lambda url: url.endswith(f"{path}?a=%2F"))
+        page.wait_for_function("window.found")
 
-    task_id = path.split("/")[2].partition(":")[0]
-    assert page.url == f"http://{task_id}.localhost:{port}{path}?a=%2F"
-    found = page.evaluate("window.found")
-    assert found.pop("own") == "mine own=1"
-    assert found.pop("socket") == "cba own=1"
-    assert found.pop("worker") == "kept"  # registered for the task's own host name, not for the master's
-    assert found.pop("cookie") == "auth=planted; own=1"
-    assert found.pop("clearing") == 200
-    assert set(found.values()) <= {"refused", 401, 403}, json.dumps(found)
+        task_id = path.split("/")[2].partition(":")[0]
+        assert page.url == f"http://{task_id}.localhost:{port}{path}?a=%2F"
+        found = page.evaluate("window.found")
+        assert found.pop("own") == "mine own=1"
+        assert found.pop("socket") == "cba own=1"
+        assert found.pop("worker") == "kept"  # registered for the task's own host name, not for the master's
+        assert found.pop("cookie") == "auth=planted; own=1"
+        assert found.pop("clearing") == 200
+        assert set(found.values()) <= {"refused", 401, 403}, json.dumps(found)
 
-    kept = [one for one in context.cookies(master) if one["name"] == "auth"]
-    assert [(one["value"], one["domain"]) for one in kept] == [(det.token, "localhost")]
-    page.goto(master)
-    page.wait_for_selector("main h1")
-    assert page.evaluate("navigator.serviceWorker.controller") is None
-    names = [one["name"] for one in det.session.get("api/v1/workspaces").json()["workspaces"]]
-    assert "hostile" not in names
-    context.close()
+        kept = [one for one in page.context.cookies(master) if one["name"] == "auth"]
+        assert [(one["value"], one["domain"]) for one in kept] == [(det.token, "localhost")]
+        page.goto(master)
+        page.wait_for_selector("main h1")
+        assert page.evaluate("navigator.serviceWorker.controller") is None
+        names = [one["name"] for one in det.session.get("api/v1/workspaces").json()["workspaces"]]
+        assert "hostile" not in names
 
 
 def test_service_page_reopens_after_grant_is_lost(hostile: tuple[TasksHere, str], chromium: Any) -> None:
     det, path = hostile
     master = f"http://localhost:{det.master.record.port}"
-    cookie = {"name": "auth", "value": det.token, "url": master, "httpOnly": True, "sameSite": "Strict"}
-    context = chromium.new_context(service_workers="block")
-    context.set_default_timeout(30_000)
-    context.add_cookies([cookie])
-    page = context.new_page()
-    page.goto(master + path)
-    page.wait_for_function("window.found")
-    opened = page.url
+    with window(chromium, det, service_workers="block") as page:
+        page.goto(master + path)
+        page.wait_for_function("window.found")
+        opened = page.url
 
-    context.clear_cookies(name="dstrial-service")
-    page.reload()
-    page.wait_for_function("window.found")
+        page.context.clear_cookies(name="dstrial-service")
+        page.reload()
+        page.wait_for_function("window.found")
 
-    assert page.url == opened
-    context.clear_cookies(name="auth", domain="localhost")
-    page.goto("about:blank")
-    context.clear_cookies(name="dstrial-service")
-    page.goto(opened)
-    assert (page.url, "Log in" in page.content()) == (master + path, True)
-    context.close()
+        assert page.url == opened
+        page.context.clear_cookies(name="auth", domain="localhost")
+        page.goto("about:blank")
+        page.context.clear_cookies(name="dstrial-service")
+        page.goto(opened)
+        assert (page.url, "Log in" in page.content()) == (master + path, True)

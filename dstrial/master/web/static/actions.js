@@ -1,10 +1,10 @@
-// What a person can do with experiments and trials; the master's own requests.
+// Actions on experiments, each a request of the master's API.
 
 import { send } from "./api.js";
 import { attempt } from "./parts/basics.js";
-import { confirmed } from "./parts/dialog.js";
+import { confirmAction } from "./parts/dialog.js";
 
-/** @typedef {{ name: string, verb: string, isEnd?: boolean, can: (row: any) => boolean, question?: string }} Action */
+/** `verb` ends the request's path, `can` tells whether an experiment's state allows it, `question` is asked before. @typedef {{ name: string, verb: string, can: (row: any) => boolean, question?: string }} Action */
 
 const ENDED = ["COMPLETED", "CANCELED", "ERROR"];
 /** @param {any} row */
@@ -23,12 +23,12 @@ export const ACTIONS = [
   { name: "Delete", verb: "delete", can: isEnded, question: "Delete {what} with metrics, logs and checkpoints? They cannot be brought back." },
 ];
 
-/** @param {Action} action @param {any[]} rows experiments @returns {Promise<boolean>} whether it was asked for */
+/** Ask, then act on those experiments whose state allows it. @param {Action} action @param {any[]} rows experiments @returns {Promise<boolean>} whether it succeeded for one */
 export async function actOnExperiments(action, rows) {
   const ids = rows.filter(action.can).map((row) => row.id);
   if (!ids.length) return false;
   const what = ids.length === 1 ? `experiment ${ids[0]}` : `${ids.length} experiments`;
-  if (action.question && !(await confirmed(action.question.replace("{what}", what), action.name))) return false;
+  if (action.question && !(await confirmAction(action.question.replace("{what}", what), action.name))) return false;
   let isDone = false;
   for (const id of ids) {
     const [method, path] = action.verb === "delete" ? ["DELETE", ""] : ["POST", `/${action.verb}`];

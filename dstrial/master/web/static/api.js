@@ -1,13 +1,13 @@
-// Asks the master, and says what keeps it from answering.
+// Requests to the master; tells listeners when the login has expired or the master is unreachable.
 
-/** What the page knows of its login and of the master: "ok", "expired" or "unreachable". @typedef {"ok" | "expired" | "unreachable"} Reach */
+/** Whether requests succeed: the login may be "expired", or the master "unreachable". @typedef {"ok" | "expired" | "unreachable"} Connection */
 
-/** @type {Reach} */
-let reach = "ok";
-/** @type {Set<(reach: Reach) => void>} */
+/** @type {Connection} */
+let connection = "ok";
+/** @type {Set<(now: Connection) => void>} */
 const listeners = new Set();
 
-/** An answer that is an error, with the master's own words. */
+/** A response with an error status, with the master's message; status 0 without a response. */
 export class ApiError extends Error {
   /** @param {number} status @param {string} message */
   constructor(status, message) {
@@ -16,23 +16,23 @@ export class ApiError extends Error {
   }
 }
 
-/** @param {(reach: Reach) => void} listener @returns {() => void} what ends it */
-export function onReach(listener) {
+/** Call `listener` now and whenever the connection changes. @param {(now: Connection) => void} listener @returns {() => void} ends the subscription */
+export function onConnection(listener) {
   listeners.add(listener);
-  listener(reach);
+  listener(connection);
   return () => listeners.delete(listener);
 }
 
-/** @param {Reach} now */
-export function setReach(now) {
-  if (now === reach) return;
-  reach = now;
-  for (const listener of listeners) listener(reach);
+/** @param {Connection} now */
+export function setConnection(now) {
+  if (now === connection) return;
+  connection = now;
+  for (const listener of listeners) listener(connection);
 }
 
 /** @typedef {Record<string, string | number | boolean | null | undefined | (string | number)[]>} Query */
 
-/** @param {string} path @param {Query} [query] @returns {string} */
+/** Append a query to a path; null and undefined are left out. @param {string} path @param {Query} [query] @returns {string} */
 export function address(path, query = {}) {
   const words = new URLSearchParams();
   for (const [name, value] of Object.entries(query)) {
@@ -45,9 +45,9 @@ export function address(path, query = {}) {
 
 /**
  * @param {string} method @param {string} path @param {unknown} [body] @param {AbortSignal} [signal]
- * @returns {Promise<Response>} one that is no error
+ * @returns {Promise<Response>} a successful response; others are thrown as ApiError
  */
-async function answer(method, path, body, signal) {
+async function request(method, path, body, signal) {
   /** @type {Response} */
   let response;
   try {
@@ -59,19 +59,19 @@ async function answer(method, path, body, signal) {
     });
   } catch (error) {
     if (error instanceof DOMException && error.name === "AbortError") throw error;
-    setReach("unreachable");
+    setConnection("unreachable");
     throw new ApiError(0, "the master does not answer");
   }
   if (response.ok) {
-    setReach("ok");
+    setConnection("ok");
     return response;
   }
-  if (response.status === 401) setReach("expired");
-  throw new ApiError(response.status, await problemOf(response));
+  if (response.status === 401) setConnection("expired");
+  throw new ApiError(response.status, await errorText(response));
 }
 
-/** @param {Response} response @returns {Promise<string>} */
-async function problemOf(response) {
+/** @param {Response} response @returns {Promise<string>} the message of an error response */
+async function errorText(response) {
   const text = await response.text();
   try {
     const error = JSON.parse(text).error;
@@ -83,11 +83,27 @@ async function problemOf(response) {
 
 /** @param {string} path @param {Query} [query] @param {AbortSignal} [signal] @returns {Promise<any>} */
 export async function get(path, query, signal) {
-  return (await answer("GET", address(path, query), undefined, signal)).json();
+  return (await request("GET", address(path, query), undefined, signal)).json();
+}
+
+/**
+ * Load all pages of a list of Determined's API.
+ *
+ * @param {string} path @param {string} name of the list in a response @param {AbortSignal} signal
+ * @returns {Promise<{ items: any[], last: any }>} all items, and the last response
+ */
+export async function getAll(path, name, signal) {
+  /** @type {any[]} */
+  const items = [];
+  for (;;) {
+    const last = await get(path, { offset: items.length, limit: 1000 }, signal);
+    items.push(...last[name]);
+    if (!last[name].length || items.length >= last.pagination.total) return { items, last };
+  }
 }
 
 /** @param {string} method @param {string} path @param {unknown} [body] @returns {Promise<any>} */
 export async function send(method, path, body = {}) {
-  const text = await (await answer(method, path, body)).text();
+  const text = await (await request(method, path, body)).text();
   return text ? JSON.parse(text) : {};
 }

@@ -1,9 +1,9 @@
-// The page: what its address says is shown below a line with the way to everything.
+// The page: a header with links to the main views, and below it the view that the address names.
 
 import { html, render, useEffect, useErrorBoundary, useState } from "htm/preact/standalone";
-import { get, onReach } from "./api.js";
+import { get, onConnection } from "./api.js";
 import { startLive, useLive } from "./live.js";
-import { Notices, notice } from "./parts/basics.js";
+import { notice, Notices } from "./parts/basics.js";
 import { onLinkClick, useLocation } from "./router.js";
 import { Cluster } from "./views/cluster.js";
 import { Experiment } from "./views/experiment.js";
@@ -17,17 +17,17 @@ import { Tasks } from "./views/tasks.js";
 
 /**
  * @typedef {object} View
- * @property {string} [title] in the main line
- * @property {string} [href] where that leads
- * @property {View} [below] the view in the main line that it belongs to
- * @property {(words: string[]) => boolean} fits words of the address, without `det`
- * @property {any} show a component; given `words` and `session`
+ * @property {string} [title] of the link in the header; without it there is none
+ * @property {string} [href] of the link in the header
+ * @property {View} [below] the view whose link in the header is marked as current
+ * @property {(words: string[]) => boolean} fits whether the view is shown at an address, given as words without `det`
+ * @property {any} show a component with the props `words` and `session`
  */
 
 /** @type {View} */
 const experiments = { title: "Experiments", href: "/det/experiments", fits: (words) => !words.length || (["experiments", "dashboard"].includes(words[0]) && words.length === 1), show: Experiments };
 
-/** A new view is a line here. @type {View[]} by words of the address */
+/** All views; the first that fits the address is shown. @type {View[]} */
 const VIEWS = [
   experiments,
   { below: experiments, fits: (words) => words[0] === "experiments" && /^\d+$/.test(words[1]) && words[2] !== "trials", show: Experiment },
@@ -41,19 +41,20 @@ const VIEWS = [
 ];
 
 /** @type {View} */
-const NOWHERE = { fits: () => true, show: () => html`<main class="nowhere"><h1 tabindex="-1">There is nothing at this address</h1><p><code>${location.pathname}</code> is no view of this page.</p><p><a class="button" href="/det/experiments">Go to the experiments</a></p></main>` };
+const NOT_FOUND = { fits: () => true, show: () => html`<main class="nowhere"><h1 tabindex="-1">There is nothing at this address</h1><p><code>${location.pathname}</code> is no view of this page.</p><p><a class="button" href="/det/experiments">Go to the experiments</a></p></main>` };
 
-function Reach() {
-  const [reach, set] = useState(/** @type {import("./api.js").Reach} */ ("ok"));
-  useEffect(() => onReach(set), []);
-  if (reach === "ok") return null;
-  return html`<p class="problem banner" role="alert">${reach === "expired"
+/** Tells why the page shows no new data. */
+function ConnectionBanner() {
+  const [connection, set] = useState(/** @type {import("./api.js").Connection} */ ("ok"));
+  useEffect(() => onConnection(set), []);
+  if (connection === "ok") return null;
+  return html`<p class="problem banner" role="alert">${connection === "expired"
     ? html`Your login has expired. <button onClick=${() => location.reload()}>Log in</button>`
     : "The master does not answer; the page goes on by itself when it does. `dstrial up` starts it again."}</p>`;
 }
 
-/** @param {{ children: unknown }} props */
-function Guard({ children }) {
+/** Shows an error of its children instead of them, until another view is opened. @param {{ children: unknown }} props */
+function ErrorBoundary({ children }) {
   const [error, reset] = useErrorBoundary((/** @type {unknown} */ problem) => console.error(problem));
   const { path } = useLocation();
   useEffect(() => {
@@ -66,7 +67,7 @@ function Page() {
   const { path } = useLocation();
   const words = path[0] === "det" ? path.slice(1) : path;
   const session = useLive((signal) => get("/page/session", {}, signal), () => false, []);
-  const view = VIEWS.find((one) => one.fits(words)) ?? NOWHERE;
+  const view = VIEWS.find((one) => one.fits(words)) ?? NOT_FOUND;
   useEffect(() => {
     document.title = [...words, "dstrial"].join(" · ");
   }, [path.join("/")]);
@@ -80,14 +81,14 @@ function Page() {
       </nav>
       <span class="who">${data && html`<span title="cluster">${data.cluster || "dstrial"}</span> · ${data.slots} ${data.slots === 1 ? "slot" : "slots"} · ${data.user}`}</span>
     </header>
-    <${Reach} />
+    <${ConnectionBanner} />
     ${data?.damage && html`<p class="problem banner" role="alert">${data.damage}</p>`}
-    <${Guard}><${view.show} words=${words} session=${data} /><//>
+    <${ErrorBoundary}><${view.show} words=${words} session=${data} /><//>
     <${Notices} />
   </div>`;
 }
 
 startLive(notice);
-const place = /** @type {HTMLElement} */ (document.getElementById("page"));
-place.textContent = "";
-render(html`<${Page} />`, place);
+const root = /** @type {HTMLElement} */ (document.getElementById("page"));
+root.textContent = "";
+render(html`<${Page} />`, root);

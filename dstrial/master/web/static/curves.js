@@ -1,26 +1,28 @@
-// Curves of a metric of many trials: only those that have changed are asked for again.
+// Curves of a metric of many trials; after a change, only curves of changed trials are loaded again.
 
 import { html, useEffect, useMemo, useRef } from "htm/preact/standalone";
 import { get } from "./api.js";
 import { duration, elapsed, toNumber } from "./format.js";
 import { useLive } from "./live.js";
-import { useParam } from "./router.js";
+import { useFlag, useParam } from "./router.js";
+import { Check, Select } from "./parts/basics.js";
 
 /** @typedef {{ trial: number, batches: number[], times: number[], values: number[], points: number }} Series */
 
-/** Trials in a request. */
-const AT_ONCE = 100;
-const POINTS = 1000;
-/** Of all curves together: more are not told apart, and make everything slow. */
-const MOST_POINTS = 100_000;
+const TRIALS_PER_REQUEST = 100;
+const POINTS = 1000; // per curve
+/** Of all curves together: more points cannot be distinguished, and slow the page down. */
+const MAX_POINTS = 100_000;
 
-/** @param {any} one as the master sends it @returns {Series} */
+/** @param {any} one a curve in the master's response, with NaN and infinities as strings @returns {Series} */
 const readSeries = (one) => ({ ...one, values: one.values.map(toNumber) });
 
 /**
- * @param {number[]} trials
+ * Load the curves of trials, and load them again when they change.
+ *
+ * @param {number[]} trials ids
  * @param {string} metric "group.name"
- * @returns {{ series: Map<number, Series>, isLoading: boolean, error: Error | null }}
+ * @returns {{ series: Map<number, Series>, isLoading: boolean, error: Error | null }} `series` by trial id
  */
 export function useCurves(trials, metric) {
   const wanted = useRef(trials);
@@ -32,9 +34,9 @@ export function useCurves(trials, metric) {
     const changed = new Set([...(change ?? [])].map((topic) => Number(topic.split(":")[1])));
     const found = new Map(change ? before : []);
     const ids = wanted.current.filter((id) => !found.has(id) || changed.has(id));
-    const points = Math.max(100, Math.min(POINTS, Math.round(MOST_POINTS / (wanted.current.length || 1))));
-    for (let start = 0; metric && start < ids.length; start += AT_ONCE) {
-      const { series } = await get("/page/series", { trials: ids.slice(start, start + AT_ONCE), group, name, points }, signal);
+    const points = Math.max(100, Math.min(POINTS, Math.round(MAX_POINTS / (wanted.current.length || 1))));
+    for (let start = 0; metric && start < ids.length; start += TRIALS_PER_REQUEST) {
+      const { series } = await get("/page/series", { trials: ids.slice(start, start + TRIALS_PER_REQUEST), group, name, points }, signal);
       for (const one of series) found.set(one.trial, readSeries(one));
     }
     return found;
@@ -43,26 +45,28 @@ export function useCurves(trials, metric) {
   useEffect(() => {
     if (data) refresh();
   }, [trials.join(","), Boolean(data)]);
-  return { series: data ?? NONE, isLoading: !data && !error, error };
+  return { series: data ?? NO_SERIES, isLoading: !data && !error, error };
 }
 
 /** @type {Map<number, Series>} */
-const NONE = new Map();
+const NO_SERIES = new Map();
 
-/** What the x axis can be. @type {[string, string][]} */
+/** The units that the x axis can have, with their titles. @type {[string, string][]} */
 const AXES = [["batches", "batches"], ["epochs", "epochs"], ["records", "records"], ["time", "time since the start"]];
 
 /**
- * How many records a batch has and an epoch, as far as the config says.
+ * Return how many records a batch and an epoch have.
  *
- * @param {any} config @param {any} hparams @returns {{ perBatch: number, perEpoch: number }} NaN where it does not
+ * @param {any} config @param {any} hparams @returns {{ perBatch: number, perEpoch: number }} NaN if the config does not say it
  */
 export function recordsOf(config, hparams) {
   return { perBatch: Number(hparams?.global_batch_size ?? config?.hyperparameters?.global_batch_size?.val ?? config?.hyperparameters?.global_batch_size ?? NaN), perEpoch: Number(config?.records_per_epoch || NaN) };
 }
 
 /**
- * @param {Series} series @param {string} axis @param {{ perBatch: number, perEpoch: number }} records @param {string} start of the trial
+ * Return the x values of a curve in the unit of an axis; without the records that the unit needs, batches.
+ *
+ * @param {Pick<Series, "batches" | "times">} series @param {string} axis @param {{ perBatch: number, perEpoch: number }} records @param {string} start when the trial started
  * @returns {number[]} seconds, batches, records or epochs
  */
 export function xsOf(series, axis, records, start) {
@@ -72,7 +76,7 @@ export function xsOf(series, axis, records, start) {
   return series.batches;
 }
 
-/** @param {any} metrics groups with names @returns {string[]} "group.name", validation first */
+/** @param {any} metrics names by group @returns {string[]} "group.name", those of group validation first, then training */
 export function useMetricNames(metrics) {
   return useMemo(() => {
     const groups = Object.keys(metrics.groups);
@@ -83,23 +87,23 @@ export function useMetricNames(metrics) {
 }
 
 /**
- * How curves are drawn, kept in the address, and the controls for that.
+ * Return the options with which curves are drawn, which stand in the address, and the controls that change them.
  *
- * @param {{ perBatch: number, perEpoch: number }} [records] without it all axes can be chosen
+ * @param {{ perBatch: number, perEpoch: number }} [records] disables axes that need what it lacks; without it all can be chosen
  */
-export function useLook(records) {
+export function useChartOptions(records) {
   const [axis, setAxis] = useParam("x", "batches");
-  const [log, setLog] = useParam("log");
+  const [isLog, setLog] = useFlag("log");
   const [smoothing, setSmoothing] = useParam("smooth", "0");
-  /** @param {string} one @returns {string} why an axis cannot be had; empty if it can */
-  const missing = (one) =>
+  /** @param {string} one @returns {string} why an axis is disabled; empty if it is not */
+  const reasonDisabled = (one) =>
     !records ? "" : one === "records" && !records.perBatch ? "hyperparameters.global_batch_size is not set" : one === "epochs" && !(records.perBatch && records.perEpoch) ? "records_per_epoch or hyperparameters.global_batch_size is not set" : "";
   const tools = html`
-    <label>Over <select value=${axis} onChange=${(/** @type {any} */ event) => setAxis(event.target.value)}>
-      ${AXES.map(([one, title]) => html`<option value=${one} disabled=${Boolean(missing(one))} title=${missing(one)}>${title}</option>`)}
-    </select></label>
-    <label><input type="checkbox" checked=${Boolean(log)} onChange=${(/** @type {any} */ event) => setLog(event.target.checked ? "1" : "")} /> log scale</label>
+    <label>Over <${Select} value=${axis} set=${setAxis}>
+      ${AXES.map(([one, title]) => html`<option value=${one} disabled=${Boolean(reasonDisabled(one))} title=${reasonDisabled(one)}>${title}</option>`)}
+    <//></label>
+    <${Check} checked=${isLog} set=${setLog}>log scale<//>
     <label>Smoothing <input type="range" min="0" max="0.99" step="0.01" value=${smoothing} onInput=${(/** @type {any} */ event) => setSmoothing(event.target.value)} /> ${smoothing}</label>`;
-  const look = { axis, isLog: Boolean(log), smoothing: Number(smoothing), label: AXES.find(([one]) => one === axis)?.[1] ?? "batches", showX: axis === "time" ? duration : undefined };
-  return { look, tools };
+  const options = { axis, isLog, smoothing: Number(smoothing), label: AXES.find(([one]) => one === axis)?.[1] ?? "batches", showX: axis === "time" ? duration : undefined };
+  return { options, tools };
 }

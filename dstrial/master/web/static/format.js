@@ -1,12 +1,12 @@
-// Numbers, times and sizes as people read them.
+// Numbers, times and sizes as text for users.
 
-/** @param {unknown} value a number, or one of the words NaN, Infinity, -Infinity @returns {number} */
+/** @param {unknown} value a number, or "NaN", "Infinity" or "-Infinity" @returns {number} */
 export function toNumber(value) {
   if (typeof value === "number") return value;
   return value === "Infinity" ? Infinity : value === "-Infinity" ? -Infinity : NaN;
 }
 
-/** @param {unknown} value @param {number} [digits] significant ones @returns {string} */
+/** Format a number; other values become text as they are. @param {unknown} value @param {number} [digits] significant digits @returns {string} */
 export function number(value, digits = 5) {
   if (value === null || value === undefined) return "";
   if (typeof value !== "number") return String(value);
@@ -17,14 +17,14 @@ export function number(value, digits = 5) {
   return String(Number(value.toPrecision(digits)));
 }
 
-/** @param {unknown} value of a hyperparameter @returns {string} */
+/** @param {unknown} value of a hyperparameter @returns {string} text for a table; objects as JSON */
 export function plain(value) {
   if (value === null || value === undefined) return "";
   if (typeof value === "number") return number(value, 6);
   return typeof value === "object" ? JSON.stringify(value) : String(value);
 }
 
-/** @param {number} seconds @returns {string} the two largest units */
+/** @param {number} seconds @returns {string} with the two largest units, such as "2h 5m"; empty if negative or not finite */
 export function duration(seconds) {
   if (!Number.isFinite(seconds) || seconds < 0) return "";
   if (seconds < 1) return "0s";
@@ -41,12 +41,12 @@ export function duration(seconds) {
   return words.join(" ");
 }
 
-/** @param {string | null} text as the master writes it @returns {string} time since then, in its largest unit */
+/** @param {string | null} text a time in ISO format @returns {string} time since then in its largest unit, such as "5m ago" */
 export function ago(text) {
   return text ? `${duration(secondsBetween(text, null)).split(" ")[0]} ago` : "";
 }
 
-/** @param {string[]} names with dots @returns {Map<string, string>} the last word of each, or as many as tell it from the others */
+/** Shorten dotted names to their last words, as many as make them unique. @param {string[]} names @returns {Map<string, string>} name -> short name */
 export function shortNames(names) {
   const last = (/** @type {string} */ name, /** @type {number} */ count) => name.split(".").slice(-count).join(".");
   return new Map(names.map((name) => {
@@ -56,12 +56,12 @@ export function shortNames(names) {
   }));
 }
 
-/** @param {string} name of an instrument @returns {string} words, and the unit in brackets */
+/** @param {string} name of a telemetry metric, such as "data_wait_ms" @returns {string} such as "data wait (ms)" */
 export function withUnit(name) {
   return name.replace(/_(ms|bytes)$/, " ($1)").replaceAll("_", " ");
 }
 
-/** @param {number} count @returns {string} */
+/** @param {number} count of bytes @returns {string} such as "1.5 MiB" */
 export function bytes(count) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let size = count;
@@ -77,33 +77,33 @@ const LOCAL = new Intl.DateTimeFormat(undefined, {
   year: "numeric", month: "2-digit", day: "2-digit", hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false,
 });
 
-/** @param {string | null} text as the master writes it @returns {string} where the reader is */
+/** @param {string | null} text a time in ISO format @returns {string} in the user's time zone */
 export function localTime(text) {
   if (!text) return "";
   const ms = Date.parse(text);
   return Number.isNaN(ms) ? text : LOCAL.format(ms);
 }
 
-/** @param {string | null} text @returns {string} for a tooltip */
+/** @param {string | null} text a time in ISO format @returns {string} such as "2026-01-31 12:00:00 UTC" */
 export function utcTime(text) {
   return text ? `${text.slice(0, 19).replace("T", " ")} UTC` : "";
 }
 
-/** @param {string} from @param {string | null} to @returns {number} seconds, up to now without an end; 0 where a clock was set back between */
+/** @param {string} from @param {string | null} to null means now @returns {number} seconds; 0 if a clock was set back in between */
 export function secondsBetween(from, to) {
   return Math.max(0, (to ? Date.parse(to) : Date.now()) - Date.parse(from)) / 1000;
 }
 
-/** @param {number[]} times milliseconds @param {number} start @returns {number[]} seconds since the start, never falling: a clock may be set back */
+/** @param {number[]} times milliseconds @param {number} start milliseconds @returns {number[]} seconds since the start, which never fall even if a clock was set back */
 export function elapsed(times, start) {
   let last = 0;
   return times.map((ms) => (last = Math.max(last, (ms - start) / 1000)));
 }
 
 /**
- * Flatten nested values to names with dots.
+ * Flatten nested objects: keys become dotted names.
  *
- * @param {Record<string, any> | null | undefined} values @param {string} [before] @returns {Record<string, unknown>}
+ * @param {Record<string, any> | null | undefined} values @param {string} [before] prefix of the names @returns {Record<string, unknown>}
  */
 export function flat(values, before = "") {
   /** @type {Record<string, unknown>} */
@@ -115,7 +115,7 @@ export function flat(values, before = "") {
   return found;
 }
 
-/** @param {string} name of a file @param {string | Blob} content @param {string} [type] */
+/** Let the browser save a file. @param {string} name @param {string | Blob} content @param {string} [type] media type */
 export function download(name, content, type = "text/csv") {
   const url = URL.createObjectURL(content instanceof Blob ? content : new Blob([content], { type }));
   const link = document.createElement("a");
@@ -125,11 +125,11 @@ export function download(name, content, type = "text/csv") {
   setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }
 
-/** @param {unknown[][]} rows @returns {string} CSV (RFC 4180); a text that a spreadsheet would compute is quoted with an apostrophe */
+/** @param {unknown[][]} rows @returns {string} CSV (RFC 4180); text that a spreadsheet would run as a formula gets an apostrophe in front */
 export function csv(rows) {
   const cell = (/** @type {unknown} */ value) => {
     let text = value === null || value === undefined ? "" : String(value);
-    // By what is written: a list begins as its first element does.
+    // Test the written text: that of a list begins with its first element.
     if (typeof value !== "number" && /^(\s*[=+\-@]|[\t\r])/.test(text) && Number.isNaN(Number(text))) text = `'${text}`;
     return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
   };

@@ -1,32 +1,31 @@
-// A search as numbers: the hyperparameters that differ as axes, where a value lies on one, and how much of the metric each explains.
+// Hyperparameters of a search as axes for charts, and how much of the metric each hyperparameter explains.
 
 import { number, plain } from "./format.js";
 
 /**
- * @typedef {{ id: number, hp: Record<string, unknown>, best: unknown }} Point a trial
+ * @typedef {{ id: number, hp: Record<string, unknown>, best: unknown }} Point a trial with its hyperparameters and its best value of the metric
  *
  * @typedef {object} Axis
  * @property {string} name
  * @property {"linear" | "log" | "categorical"} kind
  * @property {number} low
  * @property {number} high
- * @property {string[]} values of a categorical one, in order
- * @property {(value: unknown) => number} at from 0 to 1; NaN where a value has no place
+ * @property {string[]} values of a categorical axis, in order
+ * @property {(value: unknown) => number} at position of a value on the axis, from 0 to 1; NaN if it has none
  */
 
-/** Most values that an axis has a place of its own for. */
-const MOST_VALUES = 40;
-const LOG_RATIO = 50;
+const MAX_VALUES = 40; // of a categorical axis; others have no position
+const LOG_RATIO = 50; // of the largest to the smallest value, above which an axis is logarithmic
 
 /** @param {unknown} value @returns {value is number} */
-const isFinite_ = (value) => typeof value === "number" && Number.isFinite(value);
+const isFiniteNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
-/** @param {string} name @param {unknown[]} values @param {boolean} [isLinear] never logarithmic @returns {Axis} */
+/** Return an axis on which values have positions. @param {string} name @param {unknown[]} values @param {boolean} [isLinear] whether it must not be logarithmic @returns {Axis} */
 export function axisOf(name, values, isLinear = false) {
   const known = values.filter((value) => value !== undefined && value !== null);
-  const numbers = known.filter(isFinite_);
+  const numbers = known.filter(isFiniteNumber);
   if (!numbers.length || !known.every((value) => typeof value === "number")) {
-    const words = [...new Set(known.map(plain))].sort((a, b) => a.localeCompare(b, undefined, { numeric: true })).slice(0, MOST_VALUES);
+    const words = [...new Set(known.map(plain))].sort((a, b) => a.localeCompare(b, undefined, { numeric: true })).slice(0, MAX_VALUES);
     const places = new Map(words.map((word, idx) => [word, words.length === 1 ? 0.5 : idx / (words.length - 1)]));
     return { name, kind: "categorical", low: 0, high: words.length - 1, values: words, at: (value) => (value === undefined || value === null ? NaN : (places.get(plain(value)) ?? NaN)) };
   }
@@ -36,11 +35,11 @@ export function axisOf(name, values, isLinear = false) {
   const place = (/** @type {number} */ value) => (isLog ? Math.log(value) : value);
   return {
     name, kind: isLog ? "log" : "linear", low, high, values: [],
-    at: (value) => (!isFinite_(value) ? NaN : low === high ? 0.5 : (place(value) - place(low)) / (place(high) - place(low))),
+    at: (value) => (!isFiniteNumber(value) ? NaN : low === high ? 0.5 : (place(value) - place(low)) / (place(high) - place(low))),
   };
 }
 
-/** @param {Point[]} points @returns {Axis[]} of the hyperparameters that differ between trials */
+/** @param {Point[]} points @returns {Axis[]} one for each hyperparameter that differs between trials */
 export function varyingAxes(points) {
   const names = [...new Set(points.flatMap(({ hp }) => Object.keys(hp)))].sort();
   return names
@@ -49,14 +48,14 @@ export function varyingAxes(points) {
     .map(({ name, values }) => axisOf(name, values));
 }
 
-/** @param {Axis} axis @param {number} share from 0 to 1 @returns {string} what stands there */
-export function labelAt(axis, share) {
-  if (axis.kind === "categorical") return axis.values[Math.round(share * (axis.values.length - 1))] ?? "";
-  if (axis.kind === "log") return number(axis.low * (axis.high / axis.low) ** share, 3);
-  return number(axis.low + share * (axis.high - axis.low), 3);
+/** @param {Axis} axis @param {number} at position from 0 to 1 @returns {string} the value there */
+export function labelAt(axis, at) {
+  if (axis.kind === "categorical") return axis.values[Math.round(at * (axis.values.length - 1))] ?? "";
+  if (axis.kind === "log") return number(axis.low * (axis.high / axis.low) ** at, 3);
+  return number(axis.low + at * (axis.high - axis.low), 3);
 }
 
-/** @param {Axis} axis @param {number} most @returns {[number, string][]} places from 0 to 1 with their labels */
+/** @param {Axis} axis @param {number} most ticks @returns {[number, string][]} positions from 0 to 1 with their labels */
 export function ticksOf(axis, most = 5) {
   if (axis.low === axis.high) return [[0.5, labelAt(axis, 0)]];
   const count = axis.kind === "categorical" ? axis.values.length : most;
@@ -65,21 +64,23 @@ export function ticksOf(axis, most = 5) {
 }
 
 /**
- * Where metric values lie between the best (0) and the worst (1); the worst twentieth is one colour, as one bad trial would make all others alike.
+ * Return a function that maps a metric value to 0 for the best trial up to 1 for the worst.
  *
- * @param {Point[]} points @param {boolean} isSmaller @returns {(value: unknown) => number}
+ * The worst twentieth of the trials is 1: otherwise a single bad trial would make all others look alike.
+ *
+ * @param {Point[]} points @param {boolean} isSmaller whether smaller values are better @returns {(value: unknown) => number}
  */
-export function meritOf(points, isSmaller) {
-  const values = points.map(({ best }) => best).filter(isFinite_).sort((a, b) => (isSmaller ? a - b : b - a));
+export function normalisedMetric(points, isSmaller) {
+  const values = points.map(({ best }) => best).filter(isFiniteNumber).sort((a, b) => (isSmaller ? a - b : b - a));
   const worst = values[Math.ceil(0.95 * (values.length - 1))];
-  return (value) => (isFinite_(value) ? (values[0] === worst ? 0 : Math.min(Math.max((value - values[0]) / (worst - values[0]), 0), 1)) : NaN);
+  return (value) => (isFiniteNumber(value) ? (values[0] === worst ? 0 : Math.min(Math.max((value - values[0]) / (worst - values[0]), 0), 1)) : NaN);
 }
 
-/** Trials with a value that it takes before anything is said. */
+/** Trials with a finite metric that are needed to estimate importance. */
 export const IMPORTANCE_MIN_TRIALS = 20;
-const MOST_BINS = 5;
+const MAX_BINS = 5; // groups of trials by a number's value
 
-/** @param {number[]} values @returns {number[]} ranks from 1, equal values share theirs */
+/** @param {number[]} values @returns {number[]} ranks from 1; equal values have their mean rank */
 function ranks(values) {
   const order = values.map((_, idx) => idx).sort((a, b) => values[a] - values[b]);
   const found = new Array(values.length);
@@ -93,28 +94,30 @@ function ranks(values) {
 }
 
 /**
- * How much of the differences between the metric's ranks each hyperparameter explains by itself: trials are put into groups by its
- * value (numbers into up to five of the same size), and the variance between groups is compared with that within, less what chance gives.
+ * Return how much of the variance of the metric's ranks each hyperparameter explains by itself.
+ *
+ * Trials are grouped by the hyperparameter's value (numbers into up to five groups of equal size). The variance within groups is
+ * compared with the whole variance, corrected for the share that chance explains.
  * Source: Kelley, "An unbiased correlation ratio measure", PNAS 1935.
  *
  * @param {Point[]} points @param {Axis[]} axes
- * @returns {{ name: string, share: number }[] | null} the largest first, NaN last; null for too few trials
+ * @returns {{ name: string, share: number }[] | null} shares from 0 to 1, the largest first, NaN last; null if there are too few trials
  */
 export function importance(points, axes) {
-  const all = points.filter(({ best }) => isFinite_(best));
+  const all = points.filter(({ best }) => isFiniteNumber(best));
   if (all.length < IMPORTANCE_MIN_TRIALS) return null;
   return axes
     .map((axis) => {
       const own = all.filter(({ hp }) => !Number.isNaN(axis.at(hp[axis.name])));
       const places = ranks(own.map(({ hp }) => axis.at(hp[axis.name])));
-      const numBins = Math.min(MOST_BINS, Math.floor(own.length / 4));
+      const numBins = Math.min(MAX_BINS, Math.floor(own.length / 4));
       const groups = places.map((place) => (axis.kind === "categorical" ? place : Math.min(Math.floor(((place - 0.5) / own.length) * numBins), numBins - 1)));
       return { name: axis.name, share: own.length < IMPORTANCE_MIN_TRIALS ? NaN : explained(ranks(own.map(({ best }) => Number(best))), groups) };
     })
     .sort((a, b) => (b.share || 0) - (a.share || 0));
 }
 
-/** @param {number[]} values @param {number[]} groups @returns {number} ε², from 0 to 1 */
+/** @param {number[]} values @param {number[]} groups the group of each value @returns {number} correlation ratio ε², from 0 to 1 */
 function explained(values, groups) {
   /** @param {number[]} some */
   const spread = (some) => {

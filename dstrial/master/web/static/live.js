@@ -1,29 +1,29 @@
-// The one stream of events of this page: what has changed on the master. Closed while nobody looks at the page.
+// The page's stream of server-sent events, which name what has changed on the master. It is closed while the page is hidden.
 
 import { useEffect, useRef, useState } from "htm/preact/standalone";
-import { get, setReach } from "./api.js";
+import { get, setConnection } from "./api.js";
 
-/** A change: the topics that the master tells, or null for "anything". @typedef {Set<string> | null} Change */
+/** The topics that have changed, such as "trial:7"; null if anything may have. @typedef {Set<string> | null} Change */
 
 /** @type {Set<(change: Change) => void>} */
 const listeners = new Set();
 /** @type {EventSource | null} */
 let source = null;
-let master = "";
+let master = ""; // id, which differs after a restart
 /** @type {(text: string) => void} */
 let notify = () => {};
 /** @type {() => void} */
-let isListening = () => {};
-const LONGEST_WAIT_MS = 400;
+let resolveReady = () => {};
+const MAX_WAIT_MS = 400;
 
-/** Nothing is loaded before the events are listened to, so that no change is missed between the two. @type {Promise<void>} */
+/** Resolved when the stream is open: data are loaded afterwards, so that no change in between is missed. @type {Promise<void>} */
 const ready = new Promise((resolve) => {
-  isListening = resolve;
-  setTimeout(resolve, LONGEST_WAIT_MS);
+  resolveReady = resolve;
+  setTimeout(resolve, MAX_WAIT_MS);
 });
 
-/** @param {Change} change */
-function tell(change) {
+/** Pass a change to all listeners. @param {Change} change */
+function publish(change) {
   for (const listener of [...listeners]) listener(change);
 }
 
@@ -31,19 +31,19 @@ function open() {
   if (source || document.hidden) return;
   source = new EventSource("/page/events");
   source.onmessage = (event) => {
-    const told = JSON.parse(event.data);
-    if (told.master) {
-      setReach("ok");
-      if (master && master !== told.master) notify("The master was started again; what is shown is up to date.");
-      if (master) tell(null);
-      master = told.master;
-      isListening();
+    const message = JSON.parse(event.data);
+    if (message.master) {
+      setConnection("ok");
+      if (master && master !== message.master) notify("The master was started again; what is shown is up to date.");
+      if (master) publish(null);
+      master = message.master;
+      resolveReady();
     } else {
-      tell(told.all ? null : new Set(told.topics));
+      publish(message.all ? null : new Set(message.topics));
     }
   };
   source.onerror = () => {
-    // The browser tries again by itself, unless the answer was an error: then the login tells which.
+    // The browser reconnects by itself unless the response was an error. A request then finds out whether the login has expired.
     const isOver = source?.readyState === EventSource.CLOSED;
     get("/page/session").catch(() => {});
     if (isOver) {
@@ -58,7 +58,7 @@ function close() {
   source = null;
 }
 
-/** Begin; `onNotice` is given what a person should read. @param {(text: string) => void} onNotice */
+/** Open the stream. @param {(text: string) => void} onNotice called with texts for the user */
 export function startLive(onNotice) {
   notify = onNotice;
   document.addEventListener("visibilitychange", () => (document.hidden ? close() : open()));
@@ -67,27 +67,33 @@ export function startLive(onNotice) {
   open();
 }
 
-/** @param {(change: Change) => void} listener @returns {() => void} what ends it */
+/** @param {(change: Change) => void} listener @returns {() => void} ends the subscription */
 export function subscribe(listener) {
   listeners.add(listener);
   return () => listeners.delete(listener);
 }
 
-const MIN_GAP_MS = 700;
-const SHARE_OF_TIME = 4;
+/** @param {number} id @returns {(topic: string) => boolean} whether a topic concerns an experiment or metrics of its trials */
+export const ofExperiment = (id) => (topic) => topic === `experiment:${id}` || (topic.startsWith("metrics:") && topic.endsWith(`:${id}`));
+
+/** @param {number} id @returns {(topic: string) => boolean} whether a topic concerns a trial or its metrics */
+export const ofTrial = (id) => (topic) => topic === `trial:${id}` || topic.startsWith(`metrics:${id}:`);
+
+const MIN_GAP_MS = 700; // between two loads
+const GAP_PER_LOAD_TIME = 4; // the gap after a load, as a multiple of the time that it took
 
 /**
- * Loads something, and loads it again whenever a topic changes that concerns it, but never for more than a part of the time.
+ * Load data, and load them again when a topic changes that concerns them; loads are limited to a fifth of the time.
  *
  * @template T
- * @param {(signal: AbortSignal, change: Change, before: T | null) => Promise<T>} load gives the whole; may add to what was there
+ * @param {(signal: AbortSignal, change: Change, before: T | null) => Promise<T>} load returns all data; may reuse parts of `before` that `change` does not concern
  * @param {(topic: string) => boolean} concerns
- * @param {unknown[]} deps what is loaded is another thing when one of them changes
- * @returns {{ data: T | null, error: Error | null, reload: () => void, refresh: () => void }} `reload` loads everything again, `refresh` what `load` finds missing
+ * @param {unknown[]} deps values that decide what is loaded; when one changes, everything is loaded anew
+ * @returns {{ data: T | null, error: Error | null, reload: () => void, refresh: () => void }} `reload` loads everything again, `refresh` only what `load` finds missing in `before`
  */
 export function useLive(load, concerns, deps) {
   const [state, setState] = useState(/** @type {{data: T | null, error: Error | null}} */ ({ data: null, error: null }));
-  const again = useRef((/** @type {Change} */ _change) => {});
+  const loadAgain = useRef((/** @type {Change} */ _change) => {});
   useEffect(() => {
     const abort = new AbortController();
     /** @type {T | null} */
@@ -116,24 +122,24 @@ export function useLive(load, concerns, deps) {
         pending = null;
       }
       const endMs = performance.now();
-      nextMs = endMs + Math.max(MIN_GAP_MS, (endMs - startMs) * SHARE_OF_TIME);
+      nextMs = endMs + Math.max(MIN_GAP_MS, (endMs - startMs) * GAP_PER_LOAD_TIME);
       isLoading = false;
-      if (isWanted) plan();
+      if (isWanted) schedule();
     }
-    function plan() {
+    function schedule() {
       isWanted = true;
       if (!isLoading && !timer) timer = window.setTimeout(run, Math.max(0, nextMs - performance.now()));
     }
-    again.current = (change) => {
+    loadAgain.current = (change) => {
       if (!change) pending = null;
       nextMs = 0;
-      plan();
+      schedule();
     };
     const end = subscribe((change) => {
       const found = change && new Set([...change].filter(concerns));
       if (found?.size === 0) return;
       pending = pending && found && new Set([...pending, ...found]);
-      plan();
+      schedule();
     });
     ready.then(run);
     return () => {
@@ -142,5 +148,5 @@ export function useLive(load, concerns, deps) {
       end();
     };
   }, deps);
-  return { ...state, reload: () => again.current(null), refresh: () => again.current(new Set()) };
+  return { ...state, reload: () => loadAgain.current(null), refresh: () => loadAgain.current(new Set()) };
 }

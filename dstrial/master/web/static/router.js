@@ -1,25 +1,25 @@
-// Where the page is: the address says it all, so that it can be kept, sent and gone back to.
+// The page's state is in its address, so that a view can be bookmarked, shared and returned to.
 
 import { html, useEffect, useState } from "htm/preact/standalone";
 
 /** @type {Set<() => void>} */
 const listeners = new Set();
 
-function changed() {
+function notifyListeners() {
   for (const listener of [...listeners]) listener();
 }
 
-window.addEventListener("popstate", changed);
+window.addEventListener("popstate", notifyListeners);
 
-/** @param {string} to @param {{replace?: boolean}} [how] */
+/** Go to an address of the page. @param {string} to @param {{replace?: boolean}} [how] `replace` adds no entry to the history */
 export function navigate(to, { replace = false } = {}) {
   history[replace ? "replaceState" : "pushState"](null, "", to);
   if (!replace) window.scrollTo(0, 0);
-  changed();
+  notifyListeners();
 }
 
-/** @returns {{ path: string[], query: URLSearchParams }} the words of the address, decoded */
-function here() {
+/** @returns {{ path: string[], query: URLSearchParams }} decoded segments of the path, and the query */
+function currentLocation() {
   return {
     path: location.pathname
       .split("/")
@@ -35,22 +35,22 @@ function here() {
   };
 }
 
-/** @returns {{ path: string[], query: URLSearchParams }} */
+/** @returns {{ path: string[], query: URLSearchParams }} the address, kept current */
 export function useLocation() {
-  const [where, setWhere] = useState(here);
+  const [current, setCurrent] = useState(currentLocation);
   useEffect(() => {
-    const listener = () => setWhere(here());
+    const listener = () => setCurrent(currentLocation());
     listeners.add(listener);
     listener();
     return () => listeners.delete(listener);
   }, []);
-  return where;
+  return current;
 }
 
 /**
- * A part of the page's state that stands in its address.
+ * A value that is in the page's query, with a function that sets it.
  *
- * @param {string} name @param {string} [fallback] which is not written
+ * @param {string} name of the query parameter @param {string} [fallback] the value without the parameter
  * @returns {[string, (value: string) => void]}
  */
 export function useParam(name, fallback = "") {
@@ -58,7 +58,18 @@ export function useParam(name, fallback = "") {
   return [query.get(name) ?? fallback, (value) => setParams({ [name]: value === fallback ? "" : value })];
 }
 
-/** Change parts of the address; what is empty goes. @param {Record<string, string>} values */
+/**
+ * A switch that is in the page's query as "1" while it is on.
+ *
+ * @param {string} name of the query parameter
+ * @returns {[boolean, (isOn: boolean) => void]}
+ */
+export function useFlag(name) {
+  const [value, set] = useParam(name);
+  return [Boolean(value), (isOn) => set(isOn ? "1" : "")];
+}
+
+/** Set query parameters of the address; empty values remove theirs. @param {Record<string, string>} values */
 export function setParams(values) {
   const query = new URLSearchParams(location.search);
   for (const [name, value] of Object.entries(values)) {
@@ -69,7 +80,7 @@ export function setParams(values) {
   navigate(location.pathname + (text ? `?${text}` : ""), { replace: true });
 }
 
-/** Follow links of this page without loading it again. @param {MouseEvent} event */
+/** Follow a link of this page without a reload. @param {MouseEvent} event */
 export function onLinkClick(event) {
   if (event.defaultPrevented || event.button || event.metaKey || event.ctrlKey || event.shiftKey || event.altKey) return;
   const link = /** @type {Element} */ (event.target).closest("a[href]");
@@ -79,7 +90,7 @@ export function onLinkClick(event) {
   navigate(link.pathname + link.search);
 }
 
-/** Tabs as links. @param {{ tabs: [string, string][], now: string, label: string }} props of (address, text) */
+/** Tabs as links. @param {{ tabs: [string, string][], now: string, label: string }} props `tabs` are (address, text), `now` is the current address */
 export function Tabs({ tabs, now, label }) {
   return html`<nav class="tabs" aria-label=${label}>
     ${tabs.map(([to, text]) => html`<a href=${to} aria-current=${to === now ? "page" : undefined}>${text}</a>`)}

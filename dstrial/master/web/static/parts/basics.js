@@ -1,4 +1,4 @@
-// Small things that many views have: states, times, notices.
+// Small components that many views share: states, times, form fields, notices.
 
 import { html, useEffect, useState } from "htm/preact/standalone";
 import { ago, localTime, utcTime } from "../format.js";
@@ -9,12 +9,12 @@ export function State({ state }) {
   return html`<span class=${`state ${state.startsWith("STOPPING_") ? "STOPPING" : state}`}>${text}</span>`;
 }
 
-/** @param {{ at: string | null, isAgo?: boolean }} props as the master writes it; shown as the time since then, or as date and time */
+/** A time in ISO format, shown as date and time or, with `isAgo`, as the time since then. @param {{ at: string | null, isAgo?: boolean }} props */
 export function Time({ at, isAgo }) {
   return at ? html`<time datetime=${at} title=${isAgo ? `${localTime(at)} (${utcTime(at)})` : utcTime(at)}>${isAgo ? ago(at) : localTime(at)}</time>` : null;
 }
 
-/** Nothing for what failed or was cancelled: it has an end, and no progress. @param {{ value: number, state?: string, label?: string }} props from 0 to 1 */
+/** A progress bar; nothing if the state is ERROR or CANCELED. @param {{ value: number, state?: string, label?: string }} props `value` is from 0 to 1 */
 export function Progress({ value: given, state, label }) {
   if (state === "ERROR" || state === "CANCELED") return null;
   const value = state === "COMPLETED" ? 1 : given;
@@ -22,18 +22,43 @@ export function Progress({ value: given, state, label }) {
   return html`<span class="progress"><progress max="1" value=${value} aria-label=${label ?? "progress"}></progress> ${percent} %</span>`;
 }
 
+/** Links to a trial and its experiment. @param {{ trial: number, experiment: number }} props */
+export function TrialLinks({ trial, experiment }) {
+  return html`<a href=${`/det/experiments/${experiment}/trials/${trial}`}>trial ${trial}</a> of <a href=${`/det/experiments/${experiment}`}>experiment ${experiment}</a>`;
+}
+
 /** @param {{ error: Error | null }} props */
 export function Problem({ error }) {
   return error ? html`<p class="problem" role="alert">${error.message}</p>` : null;
 }
 
-/** State that the browser keeps, for all pages. @template T @param {string} name @param {T} fallback @returns {[T, (value: T) => void]} */
+/** Says that data are being loaded, or why they could not be; `children` follow the error. @param {{ error: Error | null, children?: unknown }} props */
+export function Pending({ error, children }) {
+  return error ? html`<${Problem} error=${error} />${children}` : html`<p class="loading">Loading …</p>`;
+}
+
+/** A checkbox with its label as children. @param {{ checked: boolean, set: (isChecked: boolean) => void, children?: unknown }} props */
+export function Check({ checked, set, children }) {
+  return html`<label><input type="checkbox" checked=${checked} onChange=${(/** @type {any} */ event) => set(event.target.checked)} /> ${children}</label>`;
+}
+
+/** A field for a search text. @param {{ text: string, set: (text: string) => void, label: string, placeholder: string, title?: string }} props */
+export function SearchField({ text, set, label, placeholder, title }) {
+  return html`<input type="search" value=${text} onInput=${(/** @type {any} */ event) => set(event.target.value)} aria-label=${label} placeholder=${placeholder} title=${title} />`;
+}
+
+/** A drop-down list with its options as children. @param {{ value: string, set: (value: string) => void, label?: string, children?: unknown }} props */
+export function Select({ value, set, label, children }) {
+  return html`<select aria-label=${label} value=${value} onChange=${(/** @type {any} */ event) => set(event.target.value)}>${children}</select>`;
+}
+
+/** Like `useState`, but the browser stores the value for all pages of the master. @template T @param {string} name @param {T} fallback @returns {[T, (value: T) => void]} */
 export function useStored(name, fallback) {
   const [value, set] = useState(() => /** @type {T} */ (JSON.parse(localStorage.getItem(name) ?? "null") ?? fallback));
   return [value, (now) => { localStorage.setItem(name, JSON.stringify(now)); set(now); }];
 }
 
-/** Text with a button that copies it. @param {{ text: string, label?: string }} props */
+/** Text with a button that copies it. @param {{ text: string, label?: string }} props `label` is shown instead of the text */
 export function Copy({ text, label }) {
   const [isDone, setDone] = useState(false);
   useEffect(() => {
@@ -48,12 +73,12 @@ export function Copy({ text, label }) {
 /** @type {Set<(text: string, isProblem: boolean) => void>} */
 const noticeListeners = new Set();
 
-/** Tell the person something. @param {string} text @param {boolean} [isProblem] */
+/** Show a notice to the user. @param {string} text @param {boolean} [isProblem] */
 export function notice(text, isProblem = false) {
   for (const listener of noticeListeners) listener(text, isProblem);
 }
 
-/** Do something, and tell what kept it from being done. @param {() => Promise<unknown>} action @param {string} [done] */
+/** Run an action; show its error as a notice, or `done` if it succeeds. @param {() => Promise<unknown>} action @param {string} [done] @returns {Promise<boolean>} whether it succeeded */
 export async function attempt(action, done) {
   try {
     await action();
@@ -65,7 +90,7 @@ export async function attempt(action, done) {
   }
 }
 
-/** Where notices appear, for some seconds; problems until they are closed. */
+/** The notices: problems stay until they are closed, others for some seconds. */
 export function Notices() {
   const [shown, setShown] = useState(/** @type {{ key: number, text: string, isProblem: boolean }[]} */ ([]));
   useEffect(() => {

@@ -1,5 +1,5 @@
-// A chart of many curves, each with points of its own. uPlot draws axes and zooms; the curves are drawn here, as its series would
-// have to share their x values.
+// A chart of many curves. uPlot draws the axes and handles zooming; the curves are drawn here, because series of uPlot must share
+// their x values.
 
 import { html, useEffect, useMemo, useRef, useState } from "htm/preact/standalone";
 import uPlot from "uplot";
@@ -10,48 +10,45 @@ import { csv, download, number } from "../format.js";
  * @property {string | number} id
  * @property {string} label
  * @property {number[]} xs ascending
- * @property {number[]} ys may hold NaN and infinities
- * @property {number} [colour] which of the colours; its place without
- * @property {string} [stroke] a colour of its own
- * @property {boolean} [isBest]
- * @property {boolean} [isGuide] a line to compare points with, none of its own
- * @property {string} [href] where a click leads
+ * @property {number[]} ys may contain NaN and infinities
+ * @property {number} [colour] index of its colour; by default its index among the curves
+ * @property {string} [stroke] CSS colour to use instead
+ * @property {boolean} [isBest] drawn in the colour of the best trial, above others
+ * @property {boolean} [isGuide] drawn as a muted line without points, to compare curves with
+ * @property {string} [href] opened by a click
  *
- * @typedef {{ x: number, text: string }} Mark a line across the chart
+ * @typedef {{ x: number, text: string }} Mark a vertical line across the chart, with a text
  */
 
 const PALETTE = { light: ["#1f5fd0", "#b4460f", "#1a7f5a", "#8a3ffc", "#5b6573", "#6b6000", "#00708c", "#7a4a9e"], dark: ["#79a8ff", "#ffa15c", "#58d0a0", "#c59bff", "#aab4c4", "#d6c84a", "#5ccfe6", "#d7a7f0"] };
-const HOVER_PX = 40;
-/** Curves in a legend: of more, only the first is named. */
-const MOST_NAMED = 10;
-/** Of the numbers on the left; more where they are long. */
-const AXIS_PX = 64;
-/** Points up to which each is drawn. */
-const FEW_POINTS = 25;
+const HOVER_PX = 40; // largest distance from the pointer to a point that is shown in the tooltip
+const MAX_NAMED = 10; // curves in a legend; if there are more, only the first is named
+const AXIS_PX = 64; // width of the numbers on the left; long numbers get more
+const FEW_POINTS = 25; // a curve with fewer points has its points drawn
 const DARK = matchMedia("(prefers-color-scheme: dark)");
-/** One for all: another at each render would have everything drawn again. @type {Mark[]} */
+/** The same array at each render: a new one would have everything drawn again. @type {Mark[]} */
 const NO_MARKS = [];
 
-/** @returns {boolean} */
+/** @returns {boolean} whether the user prefers a dark page */
 export const isDark = () => DARK.matches;
 
-/** @param {number} idx @returns {string} a colour that can be told from its neighbours */
+/** @param {number} idx @returns {string} a colour that differs from those of neighbouring indices */
 export function colour(idx) {
   const colours = isDark() ? PALETTE.dark : PALETTE.light;
   return colours[idx % colours.length];
 }
 
-/** @param {string} name of a variable of the style @returns {string} */
+/** @param {string} name of a CSS variable @returns {string} its value */
 export function styled(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-/** @param {Curve} curve @param {number} idx of the curve @returns {string} */
+/** @param {Curve} curve @param {number} idx of the curve @returns {string} a CSS colour */
 const colourOf = (curve, idx) => (curve.isGuide ? styled("--muted") : curve.isBest ? styled("--best") : (curve.stroke ?? colour(curve.colour ?? idx)));
 
 /**
- * @param {number[]} ys @param {number} weight of what was before, from 0 to 1
- * @returns {number[]} exponential moving average, without the bias of its start
+ * @param {number[]} ys @param {number} weight of earlier values, from 0 to 1
+ * @returns {number[]} exponential moving average, with its bias at the start corrected
  */
 function smooth(ys, weight) {
   let [mean, sum] = [0, 0];
@@ -63,7 +60,7 @@ function smooth(ys, weight) {
   });
 }
 
-/** @param {number[]} xs ascending @param {number} x @returns {number} index of the nearest */
+/** @param {number[]} xs ascending @param {number} x @returns {number} index of the nearest element */
 function nearest(xs, x) {
   let [low, high] = [0, xs.length - 1];
   while (high - low > 1) {
@@ -77,7 +74,7 @@ function nearest(xs, x) {
 /** @param {number} y @param {boolean} isLog */
 const isDrawn = (y, isLog) => Number.isFinite(y) && (!isLog || y > 0);
 
-/** @param {Curve[]} curves @param {boolean} isLog @param {[number, number] | null} zoom of x @param {boolean} isScatter @returns {{ x: [number, number], y: [number, number] }} */
+/** Return the ranges of both axes. @param {Curve[]} curves @param {boolean} isLog @param {[number, number] | null} zoom the shown range of x @param {boolean} isScatter @returns {{ x: [number, number], y: [number, number] }} */
 function extents(curves, isLog, zoom, isScatter) {
   let [left, right, low, high] = [Infinity, -Infinity, Infinity, -Infinity];
   for (const { xs, ys } of curves)
@@ -97,14 +94,14 @@ function extents(curves, isLog, zoom, isScatter) {
   return { x, y: [low - margin, high + margin] };
 }
 
-/** @param {uPlot} u @param {Curve} curve @param {string} stroke @param {number} width pixels of the page @param {{ isLog: boolean, isScatter: boolean }} how */
+/** @param {uPlot} u @param {Curve} curve @param {string} stroke @param {number} width in CSS pixels @param {{ isLog: boolean, isScatter: boolean }} how */
 function drawCurve(u, { xs, ys, isGuide }, stroke, width, { isLog, isScatter }) {
   const { ctx } = u;
   const places = xs.flatMap((x, idx) => (isDrawn(ys[idx], isLog) ? [[u.valToPos(x, "x", true), u.valToPos(ys[idx], "y", true)]] : []));
   ctx.strokeStyle = ctx.fillStyle = stroke;
   ctx.lineWidth = width * devicePixelRatio;
   ctx.beginPath();
-  for (const [x, y] of places) ctx.lineTo(x, y); // A line goes on over what is missing.
+  for (const [x, y] of places) ctx.lineTo(x, y); // The line continues over missing values.
   ctx.stroke();
   if (places.length >= FEW_POINTS || isGuide) return;
   for (const [x, y] of places) {
@@ -114,7 +111,7 @@ function drawCurve(u, { xs, ys, isGuide }, stroke, width, { isLog, isScatter }) 
   }
 }
 
-/** Draw lines across the chart with their texts. @param {uPlot} u @param {Mark[]} marks */
+/** @param {uPlot} u @param {Mark[]} marks */
 function drawMarks({ ctx, bbox, valToPos }, marks) {
   ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
   ctx.strokeStyle = ctx.fillStyle = styled("--muted");
@@ -127,7 +124,7 @@ function drawMarks({ ctx, bbox, valToPos }, marks) {
     ctx.lineTo(at, bbox.top + bbox.height);
     ctx.stroke();
     ctx.setLineDash([]);
-    // Neighbours stand on lines of their own, and what would be cut at the right edge stands before its line.
+    // Texts of neighbouring marks are at three heights. A text that the right edge would cut is left of its line.
     const isAtEdge = at + ctx.measureText(text).width + 8 * devicePixelRatio > bbox.left + bbox.width;
     ctx.textAlign = isAtEdge ? "right" : "left";
     ctx.fillText(text, at + (isAtEdge ? -4 : 4) * devicePixelRatio, bbox.top + (12 + 13 * (idx % 3)) * devicePixelRatio);
@@ -137,18 +134,18 @@ function drawMarks({ ctx, bbox, valToPos }, marks) {
 /**
  * @param {object} props
  * @param {Curve[]} props.curves
- * @param {string} props.title also of its files
+ * @param {string} props.title also the name of its CSV file
  * @param {string} props.xLabel
- * @param {(x: number) => string} [props.showX]
+ * @param {(x: number) => string} [props.showX] formats a value of x
  * @param {boolean} [props.isLog]
- * @param {number} [props.smoothing]
- * @param {(href: string) => void} [props.onOpen]
+ * @param {number} [props.smoothing] weight of earlier values, from 0 to 1
+ * @param {(href: string) => void} [props.onOpen] called with the link of a clicked curve
  * @param {Mark[]} [props.marks]
  * @param {number} [props.height] pixels
- * @param {boolean} [props.isScatter] whether the points are what is to be seen
+ * @param {boolean} [props.isScatter] whether it is a scatter plot: a margin at the sides, larger points, no legend
  * @param {string} [props.shared] charts with the same key show the value at the same x, wherever the pointer is
- * @param {unknown} [props.tools] buttons before its own
- * @param {boolean} [props.isLoading] whether it is not known yet what there is
+ * @param {unknown} [props.tools] buttons left of the chart's own
+ * @param {boolean} [props.isLoading] whether curves are still being loaded
  */
 export function Chart(props) {
   const { title, xLabel, isLog = false, isScatter = false, smoothing = 0, shared, marks = NO_MARKS, height = 340 } = props;
@@ -159,7 +156,7 @@ export function Chart(props) {
   const [isZoomed, setZoomed] = useState(false);
   const [hover, setHover] = useState(/** @type {{ curve: Curve, idx: number, left: number, top: number } | null} */ (null));
   const curves = useMemo(() => (smoothing ? props.curves.map((curve) => ({ ...curve, ys: smooth(curve.ys, smoothing) })) : props.curves), [props.curves, smoothing]);
-  // What the hooks of a plot that lives longer read.
+  // The hooks of the plot, which outlives a render, read the current values here.
   const now = useRef({ curves, marks, hover, showX });
   now.current = { curves, marks, hover, showX };
   const numNotFinite = useMemo(() => props.curves.reduce((sum, { ys }) => sum + ys.filter((y) => !Number.isFinite(y)).length, 0), [props.curves]);
@@ -176,7 +173,7 @@ export function Chart(props) {
     ctx.lineJoin = "round";
     drawMarks(u, lines);
     const drawn = all.map((curve, idx) => ({ curve, stroke: colourOf(curve, idx), weight: curve.id === marked?.curve.id ? 2 : curve.isBest ? 1 : 0 }));
-    drawn.sort((a, b) => a.weight - b.weight); // The best and the marked one are above the others.
+    drawn.sort((a, b) => a.weight - b.weight); // Draw the best curve and the one at the pointer above the others.
     for (const { curve, stroke, weight } of drawn) {
       ctx.globalAlpha = (weight ? 1 : isMany ? 0.5 : 0.9) * (marked && weight < 2 && !curve.isGuide ? 0.35 : 1);
       drawCurve(u, curve, stroke, weight ? 2.6 : isMany ? 1 : 1.6, { isLog, isScatter });
@@ -184,8 +181,8 @@ export function Chart(props) {
     ctx.restore();
   }
 
-  /** @param {uPlot} u the curve at the pointer */
-  function find(u) {
+  /** @param {uPlot} u @returns the curve and point nearest to the pointer, or null */
+  function findHovered(u) {
     const { left = -1, top = -1 } = u.cursor;
     let found = null;
     let least = HOVER_PX;
@@ -200,7 +197,7 @@ export function Chart(props) {
     return found;
   }
 
-  // A part that was chosen is in the units of its axis; let go of before the plot with the other one is made.
+  // The zoomed range is in the unit of the x axis: reset it before a plot with another unit is made.
   useEffect(() => {
     zoom.current = null;
     setZoomed(false);
@@ -233,7 +230,7 @@ export function Chart(props) {
           { ...axis, label: xLabel, labelSize: 22, size: 36, values: (_, places) => places.map((at) => now.current.showX(at)) },
           { ...axis, size: (_, texts) => Math.max(AXIS_PX, 20 + 7 * Math.max(0, ...(texts ?? []).map((text) => text.length))), values: (_, places) => places.map((at) => number(at, 9)) },
         ],
-        hooks: { draw: [draw], setCursor: [(chart) => setHover(find(chart))], setSelect: [select] },
+        hooks: { draw: [draw], setCursor: [(chart) => setHover(findHovered(chart))], setSelect: [select] },
       },
       [[0, 1], [null, null]],
       box,
@@ -286,8 +283,8 @@ export function Chart(props) {
       <b>${hover.curve.label}</b><br />${xLabel} ${showX(hover.curve.xs[hover.idx])}: ${number(props.curves.find((one) => one.id === hover.curve.id)?.ys[hover.idx])}
       ${smoothing ? html`<br />smoothed ${number(hover.curve.ys[hover.idx])}` : null}
     </div>`}
-    ${named.length > 1 && !isScatter && html`<p class="legend">${named.slice(0, named.length > MOST_NAMED ? 1 : MOST_NAMED).map((curve) => html`<span><i style=${{ background: colourOf(curve, curves.indexOf(curve)) }}></i>${curve.label}</span>`)}
-      ${named.length > MOST_NAMED && html`<span class="muted">and ${named.length - 1} more: point at a curve to see its name</span>`}</p>`}
+    ${named.length > 1 && !isScatter && html`<p class="legend">${named.slice(0, named.length > MAX_NAMED ? 1 : MAX_NAMED).map((curve) => html`<span><i style=${{ background: colourOf(curve, curves.indexOf(curve)) }}></i>${curve.label}</span>`)}
+      ${named.length > MAX_NAMED && html`<span class="muted">and ${named.length - 1} more: point at a curve to see its name</span>`}</p>`}
     ${!props.isLoading && !curves.some((curve) => curve.xs.length) && html`<p class="muted">Nothing has been reported yet.</p>`}
     ${numNotFinite > 0 && html`<p class="muted">${numNotFinite} ${numNotFinite === 1 ? "value is" : "values are"} not finite, and not drawn.</p>`}
   </figure>`;

@@ -1,14 +1,14 @@
-// Dialogs: a question before what cannot be undone, and forms that stay open until what they ask for is done.
+// Dialogs: confirmation of actions that cannot be undone, and forms that stay open until their action succeeds.
 
 import { html, render, useLayoutEffect, useRef, useState } from "htm/preact/standalone";
 
 /**
- * Show a dialog until it calls `end`; the element that had the focus gets it back.
+ * Show a dialog until it calls `end`, then return the focus to the element that had it.
  *
  * @template T
- * @param {(end: (answer: T | null) => void) => unknown} content @returns {Promise<T | null>} null if it was given up
+ * @param {(end: (answer: T | null) => void) => unknown} content renders the dialog @returns {Promise<T | null>} null if it was cancelled
  */
-export function asked(content) {
+export function openDialog(content) {
   const place = document.createElement("div");
   document.body.append(place);
   const before = /** @type {HTMLElement | null} */ (document.activeElement);
@@ -23,7 +23,7 @@ export function asked(content) {
   });
 }
 
-/** Not after the next paint: a key may come before. */
+/** Open the dialog as modal before the next paint, as a key may be pressed before that. */
 function useModal() {
   const dialog = useRef(/** @type {HTMLDialogElement | null} */ (null));
   useLayoutEffect(() => dialog.current?.showModal(), []);
@@ -31,15 +31,15 @@ function useModal() {
 }
 
 /**
- * Ask before an action that cannot be undone.
+ * Ask the user to confirm an action that cannot be undone.
  *
- * @param {string} question @param {string} action on the button @returns {Promise<boolean>}
+ * @param {string} question @param {string} action text of the button @returns {Promise<boolean>}
  */
-export async function confirmed(question, action) {
-  return Boolean(await asked((/** @type {(isYes: boolean | null) => void} */ end) => html`<${Question} text=${question} action=${action} onEnd=${end} />`));
+export async function confirmAction(question, action) {
+  return Boolean(await openDialog((/** @type {(isConfirmed: boolean | null) => void} */ end) => html`<${Question} text=${question} action=${action} onEnd=${end} />`));
 }
 
-/** @param {{ text: string, action: string, onEnd: (isYes: boolean | null) => void }} props */
+/** @param {{ text: string, action: string, onEnd: (isConfirmed: boolean | null) => void }} props */
 function Question({ text, action, onEnd }) {
   return html`<dialog ref=${useModal()} onClose=${() => onEnd(null)} aria-labelledby="question">
     <p id="question">${text}</p>
@@ -51,13 +51,13 @@ function Question({ text, action, onEnd }) {
 }
 
 /**
- * A dialog with fields, which shows why its action failed and stays open then.
+ * A dialog with fields; if its action fails, it shows the error and stays open.
  *
  * @param {object} props
  * @param {string} props.title
- * @param {string} props.action on the button
- * @param {() => Promise<void>} props.onDo raises what is wrong
- * @param {() => void} props.onEnd given up
+ * @param {string} props.action text of the button
+ * @param {() => Promise<void>} props.onDo the action; throws an error to show
+ * @param {() => void} props.onEnd called if the user cancels
  * @param {unknown} props.children the fields
  * @param {unknown} [props.tools] more buttons
  * @param {string} [props.kind] class of the dialog: "wide" or "form"
@@ -92,20 +92,20 @@ export function Form({ title, action, onDo, onEnd, children, tools, kind = "", i
  * @property {string} name
  * @property {string} label
  * @property {string} [value]
- * @property {boolean} [isLong] several lines
+ * @property {boolean} [isLong] whether it has several lines
  * @property {boolean} [isRequired]
- * @property {[number, number]} [range] of a whole number
+ * @property {[number, number]} [range] makes it a whole number in this range
  * @property {string} [hint]
  */
 
 /**
- * Ask for texts.
+ * Ask the user for texts.
  *
- * @param {string} title @param {Field[]} fields @param {string} action on the button
- * @returns {Promise<Record<string, string> | null>} null if it was given up
+ * @param {string} title @param {Field[]} fields @param {string} action text of the button
+ * @returns {Promise<Record<string, string> | null>} texts by the fields' names; null if the user cancels
  */
-export function askedTexts(title, fields, action) {
-  return asked((end) => html`<${Texts} title=${title} fields=${fields} action=${action} onEnd=${end} />`);
+export function askTexts(title, fields, action) {
+  return openDialog((end) => html`<${Texts} title=${title} fields=${fields} action=${action} onEnd=${end} />`);
 }
 
 /** @param {{ title: string, fields: Field[], action: string, onEnd: (values: Record<string, string> | null) => void }} props */
@@ -131,7 +131,17 @@ function Texts({ title, fields, action, onEnd }) {
   <//>`;
 }
 
-/** @param {string} text with commas @returns {string[]} labels, each once */
+/** @param {{ name: string, description: string, labels: string[], notes: string }} row an experiment or a model @returns {Field[]} fields to edit these texts */
+export function editFields({ name, description, labels, notes }) {
+  return [
+    { name: "name", label: "Name", value: name, isRequired: true },
+    { name: "description", label: "Description", value: description },
+    { name: "labels", label: "Labels", value: labels.join(", "), hint: "with commas between" },
+    { name: "notes", label: "Notes", value: notes, isLong: true },
+  ];
+}
+
+/** @param {string} text labels separated by commas @returns {string[]} the labels, without duplicates */
 export function labelsOf(text) {
   return [...new Set(text.split(",").map((label) => label.trim()).filter(Boolean))];
 }

@@ -1,8 +1,8 @@
-// What a person types to find rows: words, and conditions as state:running, label:"long run", lr<0.01, loss<=0.5.
+// Filter of tables: words, and conditions such as state:running, label:"long run", lr<0.01, loss<=0.5.
 
 /**
  * @typedef {object} Condition
- * @property {string} name empty for a word anywhere
+ * @property {string} name what is compared; empty for a word that may be anywhere
  * @property {string} operator
  * @property {string} value
  * @property {boolean} isNot
@@ -11,7 +11,7 @@
 const TOKEN = /(-?)(?:([\w.\-/]+)(<=|>=|!=|<|>|=|:))?(?:"([^"]*)"|(\S+))/g;
 
 /** @param {string} text @returns {Condition[]} */
-export function parseFilter(text) {
+function parseFilter(text) {
   return [...text.matchAll(TOKEN)].map(([, not, name = "", operator = ":", quoted, plain]) => ({
     name,
     operator,
@@ -20,7 +20,7 @@ export function parseFilter(text) {
   }));
 }
 
-/** @param {unknown} found @param {Condition} condition @returns {boolean} */
+/** @param {unknown} found a value, or a list of which one must fit @param {Condition} condition @returns {boolean} */
 function holds(found, { operator, value }) {
   const values = Array.isArray(found) ? found : [found];
   const limit = Number(value);
@@ -35,10 +35,24 @@ function holds(found, { operator, value }) {
 }
 
 /**
+ * Return the value that a name in a filter stands for: a fact of a row, or a hyperparameter in any case.
+ *
+ * @param {Record<string, unknown>} facts @param {Record<string, unknown>} hp dotted names and values @param {string} name in lower case
+ * @returns {unknown} undefined if the name is unknown
+ */
+export function valueByName(facts, hp, name) {
+  if (name in facts) return facts[name];
+  const key = Object.keys(hp).find((one) => one.toLowerCase() === name);
+  return key === undefined ? undefined : hp[key];
+}
+
+/**
+ * Return the rows that fit all words and conditions of a filter text.
+ *
  * @template T
  * @param {string} text @param {T[]} rows
- * @param {(row: T, name: string) => unknown} valueOf what a name stands for; undefined for an unknown one
- * @param {(row: T) => string} textOf where words are looked for
+ * @param {(row: T, name: string) => unknown} valueOf returns the value of a name in a row; undefined if the name is unknown
+ * @param {(row: T) => string} textOf returns the text in which words are searched
  * @returns {T[]}
  */
 export function filterRows(text, rows, valueOf, textOf) {

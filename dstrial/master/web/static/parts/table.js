@@ -1,48 +1,55 @@
-// A table of any number of rows: sorted, with columns to choose, as CSV; only what is seen is drawn.
+// A table of any number of rows that can be sorted and saved as CSV, with columns to choose. Only visible rows are rendered.
 
 import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "htm/preact/standalone";
-import { csv, download } from "../format.js";
+import { csv, download, duration, secondsBetween } from "../format.js";
 import { setParams, useLocation } from "../router.js";
+import { Time } from "./basics.js";
 
 /**
  * @typedef {object} Column
- * @property {string} id stands in the address
+ * @property {string} id name of the column in the address
  * @property {string} title
- * @property {(row: any) => unknown} value what is sorted, filtered and written as CSV
- * @property {(row: any) => unknown} [show] what is drawn; the value by default
- * @property {boolean} [isNumber] right-aligned
- * @property {boolean} [isHidden] unless chosen
- * @property {string} [hint] of the heading
+ * @property {(row: any) => unknown} value for sorting and CSV
+ * @property {(row: any) => unknown} [show] content of the cell; the value by default
+ * @property {boolean} [isNumber] whether it is right-aligned
+ * @property {boolean} [isHidden] whether it is hidden unless the user chooses it
+ * @property {string} [hint] tooltip of the heading
  */
 
-const ROW_PX = 33;
-const MARGIN_ROWS = 12;
+/** A column of a time. @param {string} id @param {string} title @param {string} key the row's property @param {Partial<Column>} [more] @returns {Column} */
+export const timeColumn = (id, title, key, more = {}) => ({ id, title, value: (row) => row[key], show: (row) => html`<${Time} at=${row[key]} />`, ...more });
+
+/** A column of the time from a row's `start` to its `end`, or to now. @param {Partial<Column>} [more] @returns {Column} */
+export const tookColumn = (more = {}) => ({ id: "took", title: "Took", isNumber: true, value: (row) => secondsBetween(row.start, row.end), show: (row) => duration(secondsBetween(row.start, row.end)), ...more });
+
+const ROW_PX = 33; // height of a row, as in style.css
+const MARGIN_ROWS = 12; // rows rendered above and below the visible ones
 
 /** @param {unknown} key */
-const isNone = (key) => key === null || key === undefined || key === "" || Number.isNaN(key);
+const isMissing = (key) => key === null || key === undefined || key === "" || Number.isNaN(key);
 
-/** @param {any[]} rows @param {Column | undefined} column @param {boolean} isDescending @returns {any[]} empty and NaN last */
+/** @param {any[]} rows @param {Column | undefined} column @param {boolean} isDescending @returns {any[]} rows with empty values and NaN are last */
 function sorted(rows, column, isDescending) {
   if (!column) return rows;
   const compare = (/** @type {any} */ a, /** @type {any} */ b) => (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), undefined, { numeric: true }));
   const keyed = rows.map((row) => ({ row, key: column.value(row) }));
-  keyed.sort(({ key: a }, { key: b }) => Number(isNone(a)) - Number(isNone(b)) || (isNone(a) ? 0 : isDescending ? compare(b, a) : compare(a, b)));
+  keyed.sort(({ key: a }, { key: b }) => Number(isMissing(a)) - Number(isMissing(b)) || (isMissing(a) ? 0 : isDescending ? compare(b, a) : compare(a, b)));
   return keyed.map(({ row }) => row);
 }
 
 /**
  * @param {object} props
- * @param {string} props.name begins the table's words in the address, and names its file
+ * @param {string} props.name prefix of the table's query parameters, and name of its CSV file
  * @param {string} props.label for screen readers
  * @param {Column[]} props.columns
  * @param {any[]} props.rows each with an `id`
- * @param {string} [props.sort] column, with a minus for descending
- * @param {Set<any>} [props.selected] ids
+ * @param {string} [props.sort] id of the column to sort by, after a minus if descending
+ * @param {Set<any>} [props.selected] ids of the selected rows; without it, rows cannot be selected
  * @param {(ids: Set<any>) => void} [props.onSelect]
- * @param {(row: any) => string} [props.href] where a row leads
+ * @param {(row: any) => string} [props.href] link of a row
  * @param {(row: any) => string} [props.rowClass]
- * @param {unknown} [props.tools] beside the table's own
- * @param {unknown} [props.empty] in place of rows
+ * @param {unknown} [props.tools] shown left of the table's own controls
+ * @param {unknown} [props.empty] shown if there are no rows
  */
 export function Table(props) {
   const { name, label, columns, rows, selected, onSelect, href } = props;
@@ -62,17 +69,17 @@ export function Table(props) {
   const scroller = useRef(/** @type {HTMLDivElement | null} */ (null));
   const [view, setView] = useState({ first: 0, count: 40 });
 
-  function look() {
+  function updateView() {
     const box = scroller.current;
     if (!box) return;
     const first = Math.max(0, Math.floor(box.scrollTop / ROW_PX) - MARGIN_ROWS);
     const count = Math.ceil(box.clientHeight / ROW_PX) + 2 * MARGIN_ROWS;
     setView((before) => (before.first === first && before.count === count ? before : { first, count }));
   }
-  useLayoutEffect(look, [ordered.length]);
+  useLayoutEffect(updateView, [ordered.length]);
   useEffect(() => {
-    window.addEventListener("resize", look);
-    return () => window.removeEventListener("resize", look);
+    window.addEventListener("resize", updateView);
+    return () => window.removeEventListener("resize", updateView);
   }, []);
 
   /** @param {string} id */
@@ -106,7 +113,7 @@ export function Table(props) {
       </details>
       <button onClick=${write}>CSV</button>
     </div>
-    <div class="scroller" ref=${scroller} onScroll=${look} tabindex="0" role="region" aria-label=${label}>
+    <div class="scroller" ref=${scroller} onScroll=${updateView} tabindex="0" role="region" aria-label=${label}>
       <table aria-label=${label} aria-rowcount=${ordered.length + 1}>
         <thead>
           <tr aria-rowindex="1">

@@ -1,20 +1,20 @@
-// Several trials side by side: curves of chosen metrics, hyperparameters, and the configs of their experiments.
+// Compare trials: curves of chosen metrics, hyperparameters, and diffs of their experiments' configs and code.
 
 import { html, useMemo, useState } from "htm/preact/standalone";
 import { get } from "../api.js";
-import { recordsOf, useCurves, useLook, useMetricNames, xsOf } from "../curves.js";
+import { recordsOf, useCurves, useChartOptions, useMetricNames, xsOf } from "../curves.js";
 import { duration, flat, number, plain, secondsBetween } from "../format.js";
-import { useLive } from "../live.js";
-import { Problem, State } from "../parts/basics.js";
+import { ofExperiment, ofTrial, useLive } from "../live.js";
+import { Check, Pending, Problem, State } from "../parts/basics.js";
 import { Chart, colour } from "../parts/chart.js";
 import { Difference } from "../parts/lines.js";
 import { navigate, setParams, useLocation, useParam } from "../router.js";
 
-/** @param {string | null} text @returns {number[]} */
-const numbersIn = (text) => [...new Set((text ?? "").split(",").filter((word) => /^\d{1,9}$/.test(word)).map(Number))];
+/** @param {string | null} text ids separated by commas @returns {number[]} */
+const idsIn = (text) => [...new Set((text ?? "").split(",").filter((word) => /^\d{1,9}$/.test(word)).map(Number))];
 
-/** @param {{ metric: string, trials: any[], experiments: Map<number, any>, look: ReturnType<typeof useLook>["look"], onRemove?: () => void }} props */
-function Overlay({ metric, trials, experiments, look, onRemove }) {
+/** @param {{ metric: string, trials: any[], experiments: Map<number, any>, options: ReturnType<typeof useChartOptions>["options"], onRemove?: () => void }} props */
+function Overlay({ metric, trials, experiments, options, onRemove }) {
   const ids = useMemo(() => trials.map((trial) => trial.id), [trials.map((trial) => trial.id).join(",")]);
   const { series, isLoading, error } = useCurves(ids, metric);
   const curves = useMemo(
@@ -25,14 +25,14 @@ function Overlay({ metric, trials, experiments, look, onRemove }) {
           const found = /** @type {import("../curves.js").Series} */ (series.get(trial.id));
           const experiment = experiments.get(trial.experiment);
           const records = recordsOf({ records_per_epoch: experiment?.recordsPerEpoch }, trial.hparams);
-          return { id: trial.id, label: `trial ${trial.id} of ${experiment?.name ?? trial.experiment}`, xs: xsOf(found, look.axis, records, trial.start), ys: found.values, href: `/det/experiments/${trial.experiment}/trials/${trial.id}` };
+          return { id: trial.id, label: `trial ${trial.id} of ${experiment?.name ?? trial.experiment}`, xs: xsOf(found, options.axis, records, trial.start), ys: found.values, href: `/det/experiments/${trial.experiment}/trials/${trial.id}` };
         }),
-    [series, trials, look.axis],
+    [series, trials, options.axis],
   );
   return html`<div>
     <${Problem} error=${error} />
     ${isLoading && !curves.length && html`<p class="muted">Loading curves …</p>`}
-    <${Chart} title=${metric.replace(".", ": ")} xLabel=${look.label} curves=${curves} isLog=${look.isLog} smoothing=${look.smoothing} showX=${look.showX} onOpen=${navigate} height=${280} />
+    <${Chart} title=${metric.replace(".", ": ")} xLabel=${options.label} curves=${curves} isLog=${options.isLog} smoothing=${options.smoothing} showX=${options.showX} onOpen=${navigate} height=${280} />
     ${onRemove && html`<button onClick=${onRemove} aria-label=${`Remove the chart of ${metric}`}>Remove this chart</button>`}
   </div>`;
 }
@@ -55,7 +55,7 @@ function Facts({ trials, experiments, onRemove }) {
     ["took", (trial) => duration(secondsBetween(trial.start, trial.end))],
   ];
   return html`<h2>Side by side</h2>
-    ${trials.length > 1 && html`<div class="filters"><label><input type="checkbox" checked=${isOnly} onChange=${(/** @type {any} */ event) => setOnly(event.target.checked)} /> only hyperparameters that differ</label></div>`}
+    ${trials.length > 1 && html`<div class="filters"><${Check} checked=${isOnly} set=${setOnly}>only hyperparameters that differ<//></div>`}
     <div class="scroller wide" tabindex="0" role="region" aria-label="Trials side by side"><table class="plain side">
       <thead><tr><th></th>${trials.map((trial, idx) => html`<th key=${trial.id}><i class="dot" style=${{ background: colour(idx) }}></i><a href=${`/det/experiments/${trial.experiment}/trials/${trial.id}`}>trial ${trial.id}</a> ${trials.length > 1 && html`<button aria-label=${`Remove trial ${trial.id}`} onClick=${() => onRemove(trial.id)}>×</button>`}</th>`)}</tr></thead>
       <tbody>
@@ -68,21 +68,21 @@ function Facts({ trials, experiments, onRemove }) {
 
 export function Compare() {
   const { query } = useLocation();
-  const trialIds = numbersIn(query.get("trials"));
-  const experimentIds = numbersIn(query.get("experiments"));
+  const trialIds = idsIn(query.get("trials"));
+  const experimentIds = idsIn(query.get("experiments"));
   const key = `${trialIds.join(",")};${experimentIds.join(",")}`;
   const [chosen, setChosen] = useParam("metrics");
-  const { look, tools } = useLook();
-  const isNone = !trialIds.length && !experimentIds.length;
+  const { options, tools } = useChartOptions();
+  const isEmpty = !trialIds.length && !experimentIds.length;
   const { data, error } = useLive(
-    async (signal) => (isNone ? null : get("/page/compare", { trials: trialIds, experiments: experimentIds }, signal)),
-    (topic) => trialIds.some((id) => topic === `trial:${id}` || topic.startsWith(`metrics:${id}:`)) || experimentIds.some((id) => topic === `experiment:${id}` || (topic.startsWith("metrics:") && topic.endsWith(`:${id}`))),
+    async (signal) => (isEmpty ? null : get("/page/compare", { trials: trialIds, experiments: experimentIds }, signal)),
+    (topic) => trialIds.some((id) => ofTrial(id)(topic)) || experimentIds.some((id) => ofExperiment(id)(topic)),
     [key],
   );
   const names = useMetricNames(data?.metrics ?? { groups: {} });
   const experiments = useMemo(() => new Map((data?.experiments ?? []).map((/** @type {any} */ one) => [one.id, one])), [data]);
-  if (isNone) return html`<main><h1 tabindex="-1">Compare</h1><p>Choose trials in the table of an experiment, or experiments in their list, and press Compare.</p><p><a href="/det/experiments">Go to the experiments</a></p></main>`;
-  if (!data) return html`<main><h1 tabindex="-1">Compare</h1>${error ? html`<${Problem} error=${error} />` : html`<p class="loading">Loading …</p>`}</main>`;
+  if (isEmpty) return html`<main><h1 tabindex="-1">Compare</h1><p>Choose trials in the table of an experiment, or experiments in their list, and press Compare.</p><p><a href="/det/experiments">Go to the experiments</a></p></main>`;
+  if (!data) return html`<main><h1 tabindex="-1">Compare</h1><${Pending} error=${error} /></main>`;
   const { trials, missing } = data;
   const [first, second] = data.experiments;
   const fallback = first && (names.includes(`validation.${first.metric}`) ? `validation.${first.metric}` : names[0]);
@@ -103,7 +103,7 @@ export function Compare() {
           <option value="">choose …</option>${rest.map((name) => html`<option value=${name}>${name.replace(".", ": ")}</option>`)}</select></label>
         ${tools}
       </div>
-      <div class=${metrics.length > 1 ? "charts" : ""}>${metrics.map((metric) => html`<${Overlay} key=${metric} metric=${metric} trials=${trials} experiments=${experiments} look=${look}
+      <div class=${metrics.length > 1 ? "charts" : ""}>${metrics.map((metric) => html`<${Overlay} key=${metric} metric=${metric} trials=${trials} experiments=${experiments} options=${options}
         onRemove=${metrics.length > 1 ? () => choose(metrics.filter((one) => one !== metric)) : undefined} />`)}</div>
       <${Facts} trials=${trials} experiments=${experiments} onRemove=${remove} />
       ${second && html`<h2>Configs of experiments ${first.id} and ${second.id}</h2><${Difference} id=${second.id} other=${first.id} kind="effective" />

@@ -1,11 +1,11 @@
-// One experiment: what it is, what can be done with it, and a tab for each way to look at it.
+// One experiment: its facts, its actions, and its tabs.
 
 import { html, useMemo } from "htm/preact/standalone";
 import { ACTIONS, actOnExperiments } from "../actions.js";
 import { get } from "../api.js";
 import { duration, number, secondsBetween } from "../format.js";
-import { useLive } from "../live.js";
-import { Problem, Progress, State, Time } from "../parts/basics.js";
+import { ofExperiment, useLive } from "../live.js";
+import { Pending, Problem, Progress, State, Time } from "../parts/basics.js";
 import { Tabs } from "../router.js";
 import { Checkpoints } from "./experiment/checkpoints.js";
 import { Code } from "./experiment/code.js";
@@ -19,12 +19,12 @@ import { Rungs } from "./experiment/rungs.js";
  * @typedef {object} Tab
  * @property {string} id in the address
  * @property {string} title
- * @property {any} show a component; given `id`, `experiment`, `metrics`, `trials` and `reload`
- * @property {(experiment: any) => boolean} [fits] whether an experiment has it
+ * @property {any} show a component with the props `id`, `experiment`, `metrics`, `trials` and `reload`
+ * @property {(experiment: any) => boolean} [fits] whether an experiment has this tab
  */
 
-/** @type {Tab[]} the first is shown where the address names none */
-export const TABS = [
+/** @type {Tab[]} the first is shown if the address names none */
+const TABS = [
   { id: "overview", title: "Overview", show: Overview },
   { id: "hyperparameters", title: "Hyperparameters", show: Hyperparameters },
   { id: "rungs", title: "Rungs", show: Rungs, fits: (experiment) => !experiment.unmanaged && ["adaptive_asha", "async_halving"].includes(experiment.searcher) },
@@ -33,18 +33,17 @@ export const TABS = [
   { id: "code", title: "Code", show: Code },
 ];
 
-const MANY = 200;
+const MAX_CHANGED = 200; // changed trials that are loaded by their ids; if there are more, all are loaded
 
-/** @param {number} id @returns {(signal: AbortSignal, change: Set<string> | null, before: any) => Promise<any>} */
+/** Return a function that loads an experiment with its trials; after a change, only changed trials. @param {number} id @returns {(signal: AbortSignal, change: Set<string> | null, before: any) => Promise<any>} */
 const loader = (id) => async (signal, change, before) => {
-  // Of trials that have changed only those are asked for again.
   const ids = change && before ? [...change].filter((topic) => topic.startsWith("metrics:")).map((topic) => Number(topic.split(":")[1])) : [];
-  const isSmall = change && before && ids.length <= MANY && ![...change].some((topic) => topic.startsWith("experiment:"));
+  const isPartial = change && before && ids.length <= MAX_CHANGED && ![...change].some((topic) => topic.startsWith("experiment:"));
   const [whole, { trials }] = await Promise.all([
     get(`/page/experiments/${id}`, {}, signal),
-    isSmall ? (ids.length ? get(`/page/experiments/${id}/trials`, { ids }, signal) : { trials: [] }) : get(`/page/experiments/${id}/trials`, {}, signal),
+    isPartial ? (ids.length ? get(`/page/experiments/${id}/trials`, { ids }, signal) : { trials: [] }) : get(`/page/experiments/${id}/trials`, {}, signal),
   ]);
-  if (!isSmall) return { ...whole, trials };
+  if (!isPartial) return { ...whole, trials };
   const fresh = new Map(trials.map((/** @type {any} */ row) => [row.id, row]));
   return { ...whole, trials: before.trials.map((/** @type {any} */ row) => fresh.get(row.id) ?? row) };
 };
@@ -52,12 +51,12 @@ const loader = (id) => async (signal, change, before) => {
 /** @param {{ words: string[] }} props */
 export function Experiment({ words }) {
   const id = Number(words[1]);
-  const { data, error, reload } = useLive(loader(id), (topic) => topic === `experiment:${id}` || (topic.startsWith("metrics:") && topic.endsWith(`:${id}`)), [id]);
+  const { data, error, reload } = useLive(loader(id), ofExperiment(id), [id]);
   const tab = TABS.find((one) => one.id === words[2]) ?? TABS[0];
   const base = `/det/experiments/${id}`;
   const { searcher, unmanaged } = data?.experiment ?? {};
   const tabs = useMemo(() => /** @type {[string, string][]} */ (TABS.filter((one) => one.fits?.({ searcher, unmanaged }) ?? true).map((one) => [`${base}/${one.id}`, one.title])), [id, searcher, unmanaged]);
-  if (!data) return html`<main><h1 tabindex="-1">Experiment ${id}</h1>${error ? html`<${Problem} error=${error} /><p><a href="/det/experiments">Go to the experiments</a></p>` : html`<p class="loading">Loading …</p>`}</main>`;
+  if (!data) return html`<main><h1 tabindex="-1">Experiment ${id}</h1><${Pending} error=${error}><p><a href="/det/experiments">Go to the experiments</a></p><//></main>`;
   const { experiment, metrics, trials } = data;
   return html`<main>
     <h1 tabindex="-1">${experiment.name} <span class="muted">experiment ${id}</span></h1>

@@ -1,44 +1,44 @@
-// A log, live: the newest lines at the bottom, by rank, level and text, from its beginning or around any line.
+// A live log: the newest lines, or lines around any other place, filtered by rank, level and text.
 
 import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "htm/preact/standalone";
 import { address } from "../api.js";
 import { bytes, utcTime } from "../format.js";
 import { subscribe } from "../live.js";
-import { Problem } from "../parts/basics.js";
+import { Problem, SearchField, Select } from "../parts/basics.js";
 import { setParams, useParam } from "../router.js";
 import { Feed, NOTHING } from "./logs/feed.js";
 
 const LEVELS = ["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"];
-const NEAR_PX = 1200;
-const END_PX = 24;
-const TYPING_MS = 300;
+const NEAR_PX = 1200; // distance to the first or last loaded line at which more are loaded
+const END_PX = 24; // distance to the last line within which the end is followed
+const TYPING_MS = 300; // pause after the last key before a filter applies
 
-/** @typedef {{ trial?: number, task?: string }} Of whose log */
+/** Whose log it is. @typedef {{ trial?: number, task?: string }} LogSource */
 
-/** @param {Of} of @param {string} topic @returns {boolean} */
+/** @param {LogSource} of @param {string} topic @returns {boolean} whether a topic says that the log has new lines */
 function concerns(of, topic) {
   return topic === (of.trial === undefined ? `logs:${of.task}` : `logs:trial:${of.trial}`);
 }
 
-/** What is typed, a moment after the last key. @param {string} text @returns {string} */
-function useSettled(text) {
-  const [settled, set] = useState(text);
+/** Return a text once it has not changed for a moment. @param {string} text @returns {string} */
+function useDebounced(text) {
+  const [debounced, set] = useState(text);
   useEffect(() => {
     const timer = setTimeout(() => set(text), TYPING_MS);
     return () => clearTimeout(timer);
   }, [text]);
-  return settled;
+  return debounced;
 }
 
-/** @param {{ of: Of }} props */
+/** @param {{ of: LogSource }} props */
 export function Logs({ of }) {
   const [level, setLevel] = useParam("level");
   const [rank, setRank] = useParam("rank");
   const [text, setText] = useParam("find");
   const [line] = useParam("line");
   const [wrap, setWrap] = useParam("wrap", matchMedia("(max-width: 700px)").matches ? "on" : "off");
-  const found = useSettled(text);
-  const ranks = useSettled(rank);
+  const found = useDebounced(text);
+  const ranks = useDebounced(rank);
   const [part, setPart] = useState(NOTHING);
   const [isFollowing, setFollowing] = useState(!line);
   const feed = useRef(/** @type {Feed | null} */ (null));
@@ -47,14 +47,14 @@ export function Logs({ of }) {
   const lastTop = useRef(0);
   const chosen = Number(line) || 0;
 
-  /** @param {boolean} is */
-  const follow = (is) => {
-    setFollowing(is);
-    if (feed.current) feed.current.isFollowing = is;
+  /** @param {boolean} isOn */
+  const follow = (isOn) => {
+    setFollowing(isOn);
+    if (feed.current) feed.current.isFollowing = isOn;
   };
 
   useEffect(() => {
-    const wanted = /** @type {import("./logs/feed.js").Wanted} */ ({ ...of });
+    const wanted = /** @type {import("./logs/feed.js").LogQuery} */ ({ ...of });
     if (level) wanted.level = level;
     if (ranks) wanted.rank = ranks.split(",").filter((one) => /^-?\d+$/.test(one));
     if (found) wanted.text = found;
@@ -75,7 +75,7 @@ export function Logs({ of }) {
     };
   }, [of.trial, of.task, level, ranks, found]);
 
-  // What is looked at stays where it is when lines come or go before it: browsers anchor the scrolling.
+  // Visible lines stay in place when lines above are added or removed, by the browser's scroll anchoring.
   useLayoutEffect(() => {
     const view = box.current;
     if (!view) return;
@@ -86,15 +86,16 @@ export function Logs({ of }) {
     } else if (feed.current?.isFollowing) {
       view.scrollTop = view.scrollHeight;
     }
-    look();
+    loadNear();
   }, [part.lines, wrap]);
 
-  function look() {
+  /** Load more lines if the view is near the first or last loaded line. */
+  function loadNear() {
     const view = box.current;
     if (!view || !feed.current || !part.lines.length) return;
     const below = view.scrollHeight - view.scrollTop - view.clientHeight;
     if (view.scrollTop < NEAR_PX && !part.isStart) {
-      view.scrollTop ||= 1; // Browsers do not anchor at 0.
+      view.scrollTop ||= 1; // At position 0 browsers do not anchor.
       feed.current.earlier();
     }
     if (below < NEAR_PX) feed.current.later();
@@ -106,9 +107,9 @@ export function Logs({ of }) {
     const isDown = view.scrollTop > lastTop.current;
     lastTop.current = view.scrollTop;
     if (isAtEnd ? !isFollowing && isDown && part.isEnd : isFollowing) follow(isAtEnd);
-    look();
+    loadNear();
   }
-  /** Stop before the first pixel is scrolled: who draws in between goes to the end of what is followed. @param {WheelEvent} event */
+  /** Stop following before the first pixel is scrolled: a render in between would scroll back to the end. @param {WheelEvent} event */
   function onWheel(event) {
     if (event.deltaY < 0 && box.current && box.current.scrollTop > 0) follow(false);
   }
@@ -131,12 +132,12 @@ export function Logs({ of }) {
   const isFiltered = Boolean(level || rank || text);
   return html`<section class="log" aria-label="Log">
     <div class="filters">
-      <label>Level <select value=${level} onChange=${(/** @type {any} */ event) => setLevel(event.target.value)}>
+      <label>Level <${Select} value=${level} set=${setLevel}>
         <option value="">all</option>${LEVELS.slice(1).map((name) => html`<option value=${name}>${name.toLowerCase()}${name === "CRITICAL" ? "" : " and worse"}</option>`)}
-      </select></label>
+      <//></label>
       <label>Rank <input class="short" inputmode="numeric" placeholder="all" title="a rank, or several with commas; -1 is of no rank" value=${rank}
         onInput=${(/** @type {any} */ event) => /^(-?\d*,?)*$/.test(event.target.value) && setRank(event.target.value)} /></label>
-      <input type="search" aria-label="Only lines with" placeholder="Only lines with this text" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)} />
+      <${SearchField} text=${text} set=${setText} label="Only lines with" placeholder="Only lines with this text" />
       <label><input type="checkbox" checked=${wrap === "on"} onChange=${(/** @type {any} */ event) => setWrap(event.target.checked ? "on" : "off")} /> wrap</label>
       <a href=${address("/page/logs/file", of)} download>Download all</a>
     </div>
@@ -170,16 +171,16 @@ export function Logs({ of }) {
 const CLOCK = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit", second: "2-digit", fractionalSecondDigits: 3, hour12: false });
 const DAY = new Intl.DateTimeFormat(undefined, { year: "numeric", month: "2-digit", day: "2-digit" });
 
-/** @param {number} ms @returns {string} where the reader is */
+/** @param {number} ms @returns {string} in the user's time zone */
 const localDay = (ms) => DAY.format(ms);
-/** @param {number} ms @returns {string} where the reader is */
+/** @param {number} ms @returns {string} in the user's time zone */
 const localClock = (ms) => CLOCK.format(ms);
 
-/** Text with what was looked for marked. @param {string} text @param {string} found in lower case @returns {unknown} */
-function marked(text, found) {
+/** Highlight the text that was searched. @param {string} text @param {string} found in lower case @returns {unknown} */
+function highlighted(text, found) {
   if (!found) return text;
   const lower = text.toLowerCase();
-  // Some letters are longer in lower case: places would be others.
+  // Some letters are longer in lower case, which would shift positions.
   if (lower.length !== text.length) return text;
   const parts = [];
   let from = 0;
@@ -190,8 +191,8 @@ function marked(text, found) {
   return from ? [...parts, text.slice(from)] : text;
 }
 
-/** @param {import("./logs/feed.js").Line} line @returns {string} for a reader who cannot see colours */
-function who(line) {
+/** @param {import("./logs/feed.js").Line} line @returns {string} which process printed it */
+function printedBy(line) {
   return line.rank === null ? (line.source === "master" ? "master" : "") : `rank ${line.rank}`;
 }
 
@@ -202,13 +203,13 @@ function Lines({ lines, found, chosen }) {
     () => html`<div>${lines.map(
       (line) => html`<div key=${line.id} class=${`line ${line.level ?? ""} ${line.stdtype ?? ""}`} data-id=${line.id} aria-current=${line.id === own ? "true" : undefined}>
         <a class="at" tabindex="-1" href=${`?line=${line.id}`} title=${`${utcTime(new Date(line.ms).toISOString())} · ${localDay(line.ms)} here · line ${line.id}`}>${localClock(line.ms)}</a>
-        <span class="by">${who(line)}</span><span class="level">${line.level ?? ""}</span>${line.bytes && html`<span class="cut" title="This line is cut here; Download all has all of it">${bytes(line.bytes)}</span>`}<span class="said">${marked(line.text, found)}${line.bytes ? " …" : ""}</span></div>`,
+        <span class="by">${printedBy(line)}</span><span class="level">${line.level ?? ""}</span>${line.bytes && html`<span class="cut" title="This line is cut here; Download all has all of it">${bytes(line.bytes)}</span>`}<span class="said">${highlighted(line.text, found)}${line.bytes ? " …" : ""}</span></div>`,
     )}</div>`,
     [lines, found, own],
   );
 }
 
-/** The log of a command, notebook or any other task. @param {{ words: string[] }} props */
+/** The log of a command, TensorBoard or generic task. @param {{ words: string[] }} props */
 export function TaskLogs({ words }) {
   const id = words[1];
   return html`<main>

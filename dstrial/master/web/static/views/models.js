@@ -1,13 +1,13 @@
-// The registry: models, and in each the checkpoints that are its versions.
+// The model registry: a table of models.
 
 import { html, useMemo } from "htm/preact/standalone";
-import { get, send } from "../api.js";
+import { getAll, send } from "../api.js";
 import { useLive } from "../live.js";
-import { attempt, Problem, Time } from "../parts/basics.js";
+import { attempt, Check, Problem, SearchField } from "../parts/basics.js";
 import { filterRows } from "../parts/filter.js";
-import { askedTexts, labelsOf } from "../parts/dialog.js";
-import { Table } from "../parts/table.js";
-import { navigate, useParam } from "../router.js";
+import { askTexts, labelsOf } from "../parts/dialog.js";
+import { Table, timeColumn } from "../parts/table.js";
+import { navigate, useFlag, useParam } from "../router.js";
 import { Model } from "./models/model.js";
 
 /** @param {{ words: string[] }} props */
@@ -16,7 +16,7 @@ export function Models({ words }) {
 }
 
 async function create() {
-  const values = await askedTexts("New model", [
+  const values = await askTexts("New model", [
     { name: "name", label: "Name", isRequired: true, hint: "without slashes, not a number" },
     { name: "description", label: "Description" },
     { name: "labels", label: "Labels", hint: "with commas between" },
@@ -28,20 +28,12 @@ async function create() {
 }
 
 /** @param {AbortSignal} signal */
-async function load(signal) {
-  // The protocol has pages; all of them are asked for, as models are few.
-  const models = [];
-  for (;;) {
-    const { models: more, pagination } = await get("/api/v1/models", { offset: models.length, limit: 1000 }, signal);
-    models.push(...more);
-    if (!more.length || models.length >= pagination.total) return models;
-  }
-}
+const load = async (signal) => (await getAll("/api/v1/models", "models", signal)).items;
 
 function List() {
   const { data, error } = useLive(load, (topic) => topic === "models", []);
   const [text, setText] = useParam("filter");
-  const [archived, setArchived] = useParam("archived");
+  const [archived, setArchived] = useFlag("archived");
   const rows = useMemo(
     () => filterRows(
       text,
@@ -52,24 +44,24 @@ function List() {
     [data, text, archived],
   );
   const columns = useMemo(
-    () => [
-      { id: "name", title: "Name", value: (/** @type {any} */ row) => row.name },
-      { id: "versions", title: "Versions", isNumber: true, value: (/** @type {any} */ row) => row.numVersions },
-      { id: "description", title: "Description", value: (/** @type {any} */ row) => row.description, show: (/** @type {any} */ row) => html`<span title=${row.description}>${row.description}</span>` },
-      { id: "labels", title: "Labels", value: (/** @type {any} */ row) => row.labels.join(", "), show: (/** @type {any} */ row) => row.labels.map((/** @type {string} */ label) => html`<span class="label">${label}</span> `) },
-      { id: "user", title: "User", value: (/** @type {any} */ row) => row.username },
-      { id: "changed", title: "Changed", value: (/** @type {any} */ row) => row.lastUpdatedTime, show: (/** @type {any} */ row) => html`<${Time} at=${row.lastUpdatedTime} />` },
-      { id: "created", title: "Created", isHidden: true, value: (/** @type {any} */ row) => row.creationTime, show: (/** @type {any} */ row) => html`<${Time} at=${row.creationTime} />` },
-      { id: "archived", title: "Archived", isHidden: !archived, value: (/** @type {any} */ row) => (row.archived ? "archived" : "") },
-    ],
+    () => /** @type {import("../parts/table.js").Column[]} */ ([
+      { id: "name", title: "Name", value: (row) => row.name },
+      { id: "versions", title: "Versions", isNumber: true, value: (row) => row.numVersions },
+      { id: "description", title: "Description", value: (row) => row.description, show: (row) => html`<span title=${row.description}>${row.description}</span>` },
+      { id: "labels", title: "Labels", value: (row) => row.labels.join(", "), show: (row) => row.labels.map((/** @type {string} */ label) => html`<span class="label">${label}</span> `) },
+      { id: "user", title: "User", value: (row) => row.username },
+      timeColumn("changed", "Changed", "lastUpdatedTime"),
+      timeColumn("created", "Created", "creationTime", { isHidden: true }),
+      { id: "archived", title: "Archived", isHidden: !archived, value: (row) => (row.archived ? "archived" : "") },
+    ]),
     [archived],
   );
   return html`<main>
     <h1 tabindex="-1">Models</h1>
     <${Problem} error=${error} />
     <div class="filters">
-      <input type="search" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)} aria-label="Filter" placeholder="Filter: words, label:best, user:ann, versions>2" />
-      <label><input type="checkbox" checked=${Boolean(archived)} onChange=${(/** @type {any} */ event) => setArchived(event.target.checked ? "1" : "")} /> archived</label>
+      <${SearchField} text=${text} set=${setText} label="Filter" placeholder="Filter: words, label:best, user:ann, versions>2" />
+      <${Check} checked=${archived} set=${setArchived}>archived<//>
       <button class="main" onClick=${create}>New model</button>
     </div>
     ${data === null

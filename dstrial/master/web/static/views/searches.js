@@ -1,12 +1,12 @@
-// Searches of dsat by their reports: a small one while a search runs, the whole one once it has ended.
+// Searches by dsat, shown by their reports: a short one while a search runs, the full one after its end.
 
 import { html, useMemo } from "htm/preact/standalone";
 import { get } from "../api.js";
 import { bytes, duration, number, secondsBetween } from "../format.js";
 import { useLive } from "../live.js";
-import { Problem, State, Time } from "../parts/basics.js";
+import { Pending, Problem, State, Time } from "../parts/basics.js";
 import { Chart } from "../parts/chart.js";
-import { Table } from "../parts/table.js";
+import { Table, timeColumn, tookColumn } from "../parts/table.js";
 import { navigate } from "../router.js";
 
 const concerns = (/** @type {string} */ topic) => /^(experiment|metrics):/.test(topic);
@@ -19,18 +19,18 @@ export function Searches({ words }) {
 function List() {
   const { data, error } = useLive((signal) => get("/page/searches", {}, signal), (topic) => topic.startsWith("experiment:"), []);
   const columns = useMemo(
-    () => [
-      { id: "name", title: "Name", value: (/** @type {any} */ row) => row.name },
-      { id: "state", title: "State", value: (/** @type {any} */ row) => row.state, show: (/** @type {any} */ row) => html`<${State} state=${row.state} />` },
-      { id: "method", title: "Method", value: (/** @type {any} */ row) => row.method },
-      { id: "metric", title: "Searched for", value: (/** @type {any} */ row) => row.metric },
-      { id: "experiments", title: "Experiments", isNumber: true, value: (/** @type {any} */ row) => row.experiments.length },
-      { id: "report", title: "Report", value: (/** @type {any} */ row) => (row.hasReport ? "yes" : "") },
-      { id: "user", title: "User", value: (/** @type {any} */ row) => row.user },
-      { id: "start", title: "Started", value: (/** @type {any} */ row) => row.start, show: (/** @type {any} */ row) => html`<${Time} at=${row.start} />` },
-      { id: "took", title: "Took", isNumber: true, value: (/** @type {any} */ row) => secondsBetween(row.start, row.end), show: (/** @type {any} */ row) => duration(secondsBetween(row.start, row.end)) },
-      { id: "id", title: "ID", value: (/** @type {any} */ row) => row.id },
-    ],
+    () => /** @type {import("../parts/table.js").Column[]} */ ([
+      { id: "name", title: "Name", value: (row) => row.name },
+      { id: "state", title: "State", value: (row) => row.state, show: (row) => html`<${State} state=${row.state} />` },
+      { id: "method", title: "Method", value: (row) => row.method },
+      { id: "metric", title: "Searched for", value: (row) => row.metric },
+      { id: "experiments", title: "Experiments", isNumber: true, value: (row) => row.experiments.length },
+      { id: "report", title: "Report", value: (row) => (row.hasReport ? "yes" : "") },
+      { id: "user", title: "User", value: (row) => row.user },
+      timeColumn("start", "Started", "start"),
+      tookColumn(),
+      { id: "id", title: "ID", value: (row) => row.id },
+    ]),
     [],
   );
   return html`<main>
@@ -43,10 +43,10 @@ function List() {
   </main>`;
 }
 
-/** @param {any} row @returns {string} */
+/** @param {any} row @returns {string} address of its experiment; empty if it has none */
 const link = (row) => (row.experiment ? `/det/experiments/${row.experiment}` : "");
 
-/** Points as curves of one each, and a line. @param {any[]} rows @param {(row: any) => [number, number]} place @param {number | null} best */
+/** Return a curve of one point for each row. @param {any[]} rows @param {(row: any) => [number, number]} place returns x and y @param {number | null} best id of the best row */
 const points = (rows, place, best) =>
   rows.map((row) => {
     const [x, y] = place(row);
@@ -75,22 +75,22 @@ function Search({ id }) {
   }, [trials, best, report]);
   const front = useMemo(() => new Set(report?.pareto ?? []), [report]);
   const columns = useMemo(
-    () => [
-      { id: "trial", title: "Trial", isNumber: true, value: (/** @type {any} */ row) => (row.trial_id > 0 ? row.trial_id : ""), show: (/** @type {any} */ row) => (row.trial_id > 0 ? `${row.trial_id}${row.trial_id === best ? " ★" : ""}` : "") },
-      { id: "description", title: "Configuration", value: (/** @type {any} */ row) => row.description, show: (/** @type {any} */ row) => html`<span title=${row.description}>${link(row) ? html`<a href=${link(row)}>${row.description}</a>` : row.description}</span>` },
-      { id: "state", title: "State", value: (/** @type {any} */ row) => row.state, show: (/** @type {any} */ row) => html`<span title=${row.failure?.message ?? row.why}>${row.state}</span>` },
-      { id: "value", title: metric, isNumber: true, hint: report?.unit, value: (/** @type {any} */ row) => row.value, show: (/** @type {any} */ row) => number(row.value) },
-      { id: "throughput", title: "Records/s", isNumber: true, value: (/** @type {any} */ row) => row.throughput, show: (/** @type {any} */ row) => number(row.throughput) },
-      { id: "step", title: "Step ms", isNumber: true, value: (/** @type {any} */ row) => row.step_s, show: (/** @type {any} */ row) => (row.step_s ? number(row.step_s * 1000, 4) : "") },
-      { id: "predicted", title: "Predicted ms", isNumber: true, isHidden: true, value: (/** @type {any} */ row) => row.predicted?.step_s, show: (/** @type {any} */ row) => (row.predicted?.step_s ? number(row.predicted.step_s * 1000, 4) : "") },
-      { id: "memory", title: "Memory", isNumber: true, hint: "of a device, at most", value: (/** @type {any} */ row) => row.memory_bytes, show: (/** @type {any} */ row) => (row.memory_bytes ? bytes(row.memory_bytes) : "") },
-      { id: "front", title: "Pareto", value: (/** @type {any} */ row) => (front.has(row.trial_id) ? "yes" : "") },
-      { id: "seconds", title: "Took", isNumber: true, isHidden: true, value: (/** @type {any} */ row) => row.seconds, show: (/** @type {any} */ row) => duration(row.seconds) },
-      { id: "why", title: "Why tried", isHidden: true, value: (/** @type {any} */ row) => row.why },
-    ],
+    () => /** @type {import("../parts/table.js").Column[]} */ ([
+      { id: "trial", title: "Trial", isNumber: true, value: (row) => (row.trial_id > 0 ? row.trial_id : ""), show: (row) => (row.trial_id > 0 ? `${row.trial_id}${row.trial_id === best ? " ★" : ""}` : "") },
+      { id: "description", title: "Configuration", value: (row) => row.description, show: (row) => html`<span title=${row.description}>${link(row) ? html`<a href=${link(row)}>${row.description}</a>` : row.description}</span>` },
+      { id: "state", title: "State", value: (row) => row.state, show: (row) => html`<span title=${row.failure?.message ?? row.why}>${row.state}</span>` },
+      { id: "value", title: metric, isNumber: true, hint: report?.unit, value: (row) => row.value, show: (row) => number(row.value) },
+      { id: "throughput", title: "Records/s", isNumber: true, value: (row) => row.throughput, show: (row) => number(row.throughput) },
+      { id: "step", title: "Step ms", isNumber: true, value: (row) => row.step_s, show: (row) => (row.step_s ? number(row.step_s * 1000, 4) : "") },
+      { id: "predicted", title: "Predicted ms", isNumber: true, isHidden: true, value: (row) => row.predicted?.step_s, show: (row) => (row.predicted?.step_s ? number(row.predicted.step_s * 1000, 4) : "") },
+      { id: "memory", title: "Memory", isNumber: true, hint: "of a device, at most", value: (row) => row.memory_bytes, show: (row) => (row.memory_bytes ? bytes(row.memory_bytes) : "") },
+      { id: "front", title: "Pareto", value: (row) => (front.has(row.trial_id) ? "yes" : "") },
+      { id: "seconds", title: "Took", isNumber: true, isHidden: true, value: (row) => row.seconds, show: (row) => duration(row.seconds) },
+      { id: "why", title: "Why tried", isHidden: true, value: (row) => row.why },
+    ]),
     [metric, best, front, report],
   );
-  if (!data) return html`<main><h1 tabindex="-1">Search ${id}</h1>${error ? html`<${Problem} error=${error} /><p><a href="/det/searches">All searches</a></p>` : html`<p class="loading">Loading …</p>`}</main>`;
+  if (!data) return html`<main><h1 tabindex="-1">Search ${id}</h1><${Pending} error=${error}><p><a href="/det/searches">All searches</a></p><//></main>`;
   const measured = trials.filter((/** @type {any} */ row) => row.state === "measured").length;
   return html`<main>
     <p class="back"><a href="/det/searches">Tuning</a> /</p>

@@ -1,14 +1,13 @@
-// Commands, TensorBoards and generic tasks: how each is, where it answers, and ending it.
+// Commands, TensorBoards and generic tasks: their states, links to their services, and actions.
 
 import { html, useMemo } from "htm/preact/standalone";
 import { get, send } from "../api.js";
-import { duration, secondsBetween } from "../format.js";
 import { useLive } from "../live.js";
-import { attempt, Copy, Problem, State, Time } from "../parts/basics.js";
-import { confirmed } from "../parts/dialog.js";
+import { attempt, Check, Copy, Problem, SearchField, Select, State } from "../parts/basics.js";
+import { confirmAction } from "../parts/dialog.js";
 import { filterRows } from "../parts/filter.js";
-import { Table } from "../parts/table.js";
-import { useParam } from "../router.js";
+import { Table, timeColumn, tookColumn } from "../parts/table.js";
+import { useFlag, useParam } from "../router.js";
 
 const KINDS = /** @type {Record<string, { name: string, path: string }>} */ ({
   COMMAND: { name: "command", path: "commands" },
@@ -19,13 +18,13 @@ const KINDS = /** @type {Record<string, { name: string, path: string }>} */ ({
 /** @param {any} row @param {"kill" | "pause" | "unpause"} verb @param {() => void} reload */
 async function act(row, verb, reload) {
   const what = `${KINDS[row.kind]?.name ?? "task"} ${row.name || row.id}`;
-  if (verb === "kill" && !(await confirmed(`Kill ${what}${row.kind === "GENERIC" ? " and what it has started" : ""}?`, "Kill"))) return;
+  if (verb === "kill" && !(await confirmAction(`Kill ${what}${row.kind === "GENERIC" ? " and what it has started" : ""}?`, "Kill"))) return;
   await attempt(() => send("POST", `/api/v1/${KINDS[row.kind].path}/${row.id}/${verb}`, row.kind === "GENERIC" && verb === "kill" ? { taskId: row.id } : {}), `${verb}: ${what}`);
   reload();
 }
 
-/** @param {{ row: any }} props what a TensorBoard shows */
-function Shows({ row }) {
+/** The experiments and trials that a TensorBoard shows. @param {{ row: any }} props */
+function Sources({ row }) {
   const links = [
     ...row.experiments.map((/** @type {number} */ id) => html`<a href=${`/det/experiments/${id}`}>experiment ${id}</a>`),
     ...row.trials.map((/** @type {number} */ id) => html`trial ${id}`),
@@ -39,43 +38,43 @@ export function Tasks() {
   const { data, error, reload } = useLive((signal) => get("/page/tasks", {}, signal), (topic) => /^(command:|job:|scheduler$)/.test(topic), []);
   const [text, setText] = useParam("filter");
   const [kind, setKind] = useParam("kind");
-  const [hidden, setHidden] = useParam("living");
+  const [hidden, setHidden] = useFlag("living");
   const rows = useMemo(() => {
     const kept = (data?.tasks ?? []).filter((/** @type {any} */ row) => (!kind || row.kind === kind) && !(hidden && isOver(row)));
     return filterRows(text, kept, (row, name) => row[name], (row) => [row.id, row.name, row.user, row.kind, row.state].join(" "));
   }, [data, text, kind, hidden]);
   const columns = useMemo(
-    () => [
-      { id: "name", title: "Name", value: (/** @type {any} */ row) => row.name || row.id, show: (/** @type {any} */ row) => html`<span title=${row.name}>${row.name || row.id}</span>` },
-      { id: "kind", title: "Kind", value: (/** @type {any} */ row) => KINDS[row.kind]?.name ?? row.kind },
-      { id: "state", title: "State", value: (/** @type {any} */ row) => row.state, show: (/** @type {any} */ row) => html`<span title=${row.reason}><${State} state=${row.state} /></span>` },
-      { id: "open", title: "Open", value: (/** @type {any} */ row) => row.services.join(" "), show: (/** @type {any} */ row) => row.services.map((/** @type {string} */ address, /** @type {number} */ idx) => html`${idx ? " " : ""}<a href=${address} target="_blank" rel="noopener">${row.kind === "TENSORBOARD" && !idx ? "open" : address.slice(address.lastIndexOf(":"), -1)}</a>`) },
+    () => /** @type {import("../parts/table.js").Column[]} */ ([
+      { id: "name", title: "Name", value: (row) => row.name || row.id, show: (row) => html`<span title=${row.name}>${row.name || row.id}</span>` },
+      { id: "kind", title: "Kind", value: (row) => KINDS[row.kind]?.name ?? row.kind },
+      { id: "state", title: "State", value: (row) => row.state, show: (row) => html`<span title=${row.reason}><${State} state=${row.state} /></span>` },
+      { id: "open", title: "Open", value: (row) => row.services.join(" "), show: (row) => row.services.map((/** @type {string} */ address, /** @type {number} */ idx) => html`${idx ? " " : ""}<a href=${address} target="_blank" rel="noopener">${row.kind === "TENSORBOARD" && !idx ? "open" : address.slice(address.lastIndexOf(":"), -1)}</a>`) },
       {
         id: "act", title: "Actions", value: () => "",
-        show: (/** @type {any} */ row) => html`${row.pausable && row.state === "RUNNING" && html`<button aria-label=${`Pause ${row.name}`} onClick=${() => act(row, "pause", reload)}>Pause</button> `}
+        show: (row) => html`${row.pausable && row.state === "RUNNING" && html`<button aria-label=${`Pause ${row.name}`} onClick=${() => act(row, "pause", reload)}>Pause</button> `}
           ${row.state === "PAUSED" && html`<button aria-label=${`Go on with ${row.name}`} onClick=${() => act(row, "unpause", reload)}>Go on</button> `}
           ${!isOver(row) && html`<button class="danger" aria-label=${`Kill ${row.name}`} onClick=${() => act(row, "kill", reload)}>Kill</button>`}`,
       },
-      { id: "shows", title: "Shows", value: (/** @type {any} */ row) => [...row.experiments, ...row.trials].join(" "), show: (/** @type {any} */ row) => html`<${Shows} row=${row} />` },
-      { id: "user", title: "User", value: (/** @type {any} */ row) => row.user },
-      { id: "slots", title: "Slots", isNumber: true, value: (/** @type {any} */ row) => row.wanted },
-      { id: "start", title: "Started", value: (/** @type {any} */ row) => row.start, show: (/** @type {any} */ row) => html`<${Time} at=${row.start} />` },
-      { id: "took", title: "Took", isNumber: true, value: (/** @type {any} */ row) => secondsBetween(row.start, row.end), show: (/** @type {any} */ row) => duration(secondsBetween(row.start, row.end)) },
-      { id: "reason", title: "How it ended", value: (/** @type {any} */ row) => row.reason, show: (/** @type {any} */ row) => html`<span title=${row.reason}>${row.reason}</span>` },
-      { id: "id", title: "ID", isHidden: true, value: (/** @type {any} */ row) => row.id, show: (/** @type {any} */ row) => html`<${Copy} text=${row.id} label=${row.id.slice(0, 8)} />` },
-    ],
+      { id: "shows", title: "Shows", value: (row) => [...row.experiments, ...row.trials].join(" "), show: (row) => html`<${Sources} row=${row} />` },
+      { id: "user", title: "User", value: (row) => row.user },
+      { id: "slots", title: "Slots", isNumber: true, value: (row) => row.wanted },
+      timeColumn("start", "Started", "start"),
+      tookColumn(),
+      { id: "reason", title: "How it ended", value: (row) => row.reason, show: (row) => html`<span title=${row.reason}>${row.reason}</span>` },
+      { id: "id", title: "ID", isHidden: true, value: (row) => row.id, show: (row) => html`<${Copy} text=${row.id} label=${row.id.slice(0, 8)} />` },
+    ]),
     [reload],
   );
   return html`<main>
     <h1 tabindex="-1">Tasks</h1>
     <${Problem} error=${error} />
     <div class="filters">
-      <input type="search" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)} aria-label="Filter" placeholder="Filter: words, user:ann, state:running, slots>=2" />
-      <select aria-label="Kind" value=${kind} onChange=${(/** @type {any} */ event) => setKind(event.target.value)}>
+      <${SearchField} text=${text} set=${setText} label="Filter" placeholder="Filter: words, user:ann, state:running, slots>=2" />
+      <${Select} label="Kind" value=${kind} set=${setKind}>
         <option value="">All kinds</option>
         ${Object.entries(KINDS).map(([value, { name }]) => html`<option value=${value}>${name}</option>`)}
-      </select>
-      <label><input type="checkbox" checked=${Boolean(hidden)} onChange=${(/** @type {any} */ event) => setHidden(event.target.checked ? "1" : "")} /> only what has not ended</label>
+      <//>
+      <${Check} checked=${hidden} set=${setHidden}>only what has not ended<//>
     </div>
     ${data === null
       ? !error && html`<p class="loading">Loading …</p>`

@@ -1,10 +1,10 @@
-// The files with which an experiment was submitted, and what differs from another experiment's.
+// The files with which an experiment was submitted, or a diff of its config and code from another experiment.
 
 import { html } from "htm/preact/standalone";
 import { get } from "../../api.js";
 import { bytes, download } from "../../format.js";
 import { useLive } from "../../live.js";
-import { Problem } from "../../parts/basics.js";
+import { Pending } from "../../parts/basics.js";
 import { setParams, useLocation, useParam } from "../../router.js";
 import { Difference, Lines } from "../../parts/lines.js";
 
@@ -13,7 +13,7 @@ export function Code({ id, experiment }) {
   const [against] = useParam("against");
   const other = Number(against) || 0;
   const { data, error } = useLive((signal) => get(`/page/experiments/${id}/files`, {}, signal), () => false, [id]);
-  if (!data) return error ? html`<${Problem} error=${error} />` : html`<p class="loading">Loading …</p>`;
+  if (!data) return html`<${Pending} error=${error} />`;
   const compare = (/** @type {string} */ to) => setParams({ against: to });
   return html`
     <div class="filters">
@@ -29,15 +29,15 @@ export function Code({ id, experiment }) {
         : html`<p class="muted">${experiment.unmanaged ? "Its trials were reported from elsewhere; there is no code here." : "It was submitted without files: what it runs is installed where its trials run."}</p>`}`;
 }
 
-/** The list of files and the one that is chosen. @param {{ id: number, paths: string[] }} props */
+/** The list of files beside the chosen file. @param {{ id: number, paths: string[] }} props */
 function Files({ id, paths }) {
   const [chosen] = useParam("file");
   const path = chosen || (paths.find((one) => /(^|\/)(model_def|train)\.py$/.test(one)) ?? paths[0]);
   return html`<div class="files"><nav aria-label="Files"><${Tree} paths=${paths} now=${path} /></nav>
-    <div class="file"><${Shown} key=${path} id=${id} path=${path} /></div></div>`;
+    <div class="file"><${FileText} key=${path} id=${id} path=${path} /></div></div>`;
 }
 
-/** @param {{ paths: string[], now: string }} props */
+/** Files by directory. @param {{ paths: string[], now: string }} props `now` is the chosen file */
 function Tree({ paths, now }) {
   const { path, query } = useLocation();
   /** @type {Map<string, string[]>} */
@@ -58,9 +58,9 @@ function Tree({ paths, now }) {
 }
 
 /** @param {{ id: number, path: string }} props */
-function Shown({ id, path }) {
+function FileText({ id, path }) {
   const { data, error } = useLive((signal) => get(`/page/experiments/${id}/file`, { path }, signal), () => false, [id, path]);
-  if (!data) return error ? html`<${Problem} error=${error} />` : html`<p class="loading">Loading …</p>`;
+  if (!data) return html`<${Pending} error=${error} />`;
   return html`<h2>${path} <span class="muted">${bytes(data.bytes)}</span></h2>
     ${!data.isBinary && !data.isCut && html`<div class="tools"><button onClick=${() => download(path.slice(path.lastIndexOf("/") + 1), data.text, "text/plain")}>Download</button></div>`}
     ${data.isBinary && html`<p class="muted">It is no text: ${bytes(data.bytes)}.</p>`}

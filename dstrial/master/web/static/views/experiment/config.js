@@ -1,28 +1,28 @@
-// An experiment's config: as it was submitted, and as it is in effect with where each value comes from.
+// An experiment's config as submitted, and the values in effect with their origins.
 
 import { html } from "htm/preact/standalone";
 import { get } from "../../api.js";
 import { download } from "../../format.js";
 import { useLive } from "../../live.js";
-import { Problem } from "../../parts/basics.js";
+import { Check, Pending } from "../../parts/basics.js";
 import { Table } from "../../parts/table.js";
-import { useParam } from "../../router.js";
+import { useFlag, useParam } from "../../router.js";
 import { Lines } from "../../parts/lines.js";
 
 /** @param {{ id: number, experiment: any }} props */
 export function Config({ id }) {
   const [shown, setShown] = useParam("config", "submitted");
-  const [defaults, setDefaults] = useParam("defaults");
+  const [defaults, setDefaults] = useFlag("defaults");
   const { data, error } = useLive((signal) => get(`/page/experiments/${id}/config`, {}, signal), (topic) => topic === `experiment:${id}`, [id]);
-  if (!data) return error ? html`<${Problem} error=${error} />` : html`<p class="loading">Loading …</p>`;
+  if (!data) return html`<${Pending} error=${error} />`;
   const isDefault = (/** @type {any} */ row) => row.origin === "default";
-  const columns = [
-    { id: "key", title: "Key", value: (/** @type {any} */ row) => row.key, show: (/** @type {any} */ row) => html`<code>${row.key}</code>` },
-    { id: "value", title: "Value", value: (/** @type {any} */ row) => row.text, show: (/** @type {any} */ row) => html`<code title=${row.text}>${row.text}</code>` },
-    { id: "origin", title: "From", value: (/** @type {any} */ row) => row.origin },
-  ];
+  const columns = /** @type {import("../../parts/table.js").Column[]} */ ([
+    { id: "key", title: "Key", value: (row) => row.key, show: (row) => html`<code>${row.key}</code>` },
+    { id: "value", title: "Value", value: (row) => row.text, show: (row) => html`<code title=${row.text}>${row.text}</code>` },
+    { id: "origin", title: "From", value: (row) => row.origin },
+  ]);
   const values = data.values.map((/** @type {any} */ row, /** @type {number} */ idx) => ({ ...row, id: idx, text: JSON.stringify(row.value) }));
-  const withDefaults = html`<label><input type="checkbox" checked=${Boolean(defaults)} onChange=${(/** @type {any} */ event) => setDefaults(event.target.checked ? "1" : "")} /> with defaults</label>`;
+  const withDefaults = html`<${Check} checked=${defaults} set=${setDefaults}>with defaults<//>`;
   return html`
     <div class="filters" role="radiogroup" aria-label="Which config">
       ${[["submitted", "As submitted"], ["effective", "In effect, with origins"]].map(([one, title]) => html`<label><input type="radio" name="config" checked=${shown === one} onChange=${() => setShown(one)} /> ${title}</label>`)}

@@ -1,26 +1,21 @@
-// What can be done with one experiment beside what can be done with many: edit, fork, continue, TensorBoard.
+// Actions on one experiment only: edit, fork, continue, open TensorBoard.
 
 import { html, useState } from "htm/preact/standalone";
 import { isEnded } from "../../actions.js";
 import { send } from "../../api.js";
-import { attempt, notice } from "../../parts/basics.js";
+import { attempt, Check, notice } from "../../parts/basics.js";
 import { navigate } from "../../router.js";
-import { asked, askedTexts, Form, labelsOf } from "../../parts/dialog.js";
+import { askTexts, editFields, Form, labelsOf, openDialog } from "../../parts/dialog.js";
 
-/** Change what people have written about an experiment. @param {any} experiment @param {() => void} reload */
+/** Edit an experiment's name, description, labels and notes. @param {any} experiment @param {() => void} reload */
 async function edit(experiment, reload) {
-  const values = await askedTexts(`Edit experiment ${experiment.id}`, [
-    { name: "name", label: "Name", value: experiment.name, isRequired: true },
-    { name: "description", label: "Description", value: experiment.description },
-    { name: "labels", label: "Labels", value: experiment.labels.join(", "), hint: "with commas between" },
-    { name: "notes", label: "Notes", value: experiment.notes, isLong: true },
-  ], "Save");
+  const values = await askTexts(`Edit experiment ${experiment.id}`, editFields(experiment), "Save");
   if (!values) return;
   await attempt(() => send("PATCH", `/api/v1/experiments/${experiment.id}`, { ...values, labels: labelsOf(values.labels) }), `saved: experiment ${experiment.id}`);
   reload();
 }
 
-/** @param {number} id the TensorBoard of an experiment, in a new window, which waits for it */
+/** Start a TensorBoard of an experiment, and open it in a new window. @param {number} id */
 async function openBoard(id) {
   const opened = window.open("", "_blank");
   if (opened) opened.opener = null;
@@ -34,21 +29,21 @@ async function openBoard(id) {
 /** @param {{ id: number, experiment: any, reload: () => void }} props */
 export function HeadActions({ id, experiment, reload }) {
   const fork = async () => {
-    const made = /** @type {number | null} */ (await asked((end) => html`<${Fork} id=${id} experiment=${experiment} onEnd=${end} />`));
-    if (made) navigate(`/det/experiments/${made}/overview`);
+    const forkId = /** @type {number | null} */ (await openDialog((end) => html`<${Fork} id=${id} experiment=${experiment} onEnd=${end} />`));
+    if (forkId) navigate(`/det/experiments/${forkId}/overview`);
   };
-  const goOn = async () => {
-    if (!(await asked((end) => html`<${Continue} id=${id} experiment=${experiment} onEnd=${end} />`))) return;
+  const continueIt = async () => {
+    if (!(await openDialog((end) => html`<${Continue} id=${id} experiment=${experiment} onEnd=${end} />`))) return;
     notice(`experiment ${id} goes on`);
     reload();
   };
   return html`<button onClick=${() => edit(experiment, reload)}>Edit …</button>
     ${!experiment.unmanaged && html`<button onClick=${fork}>Fork …</button>
-      ${isEnded(experiment) && html`<button onClick=${goOn}>Continue …</button>`}
+      ${isEnded(experiment) && html`<button onClick=${continueIt}>Continue …</button>`}
       <button onClick=${() => openBoard(id)}>TensorBoard</button>`}`;
 }
 
-/** @param {{ id: number, experiment: any, onEnd: (made: number | null) => void }} props */
+/** @param {{ id: number, experiment: any, onEnd: (forkId: number | null) => void }} props */
 function Fork({ id, experiment, onEnd }) {
   const [text, setText] = useState(/** @type {string} */ (experiment.originalConfig || JSON.stringify(experiment.config, null, 2)));
   const [isActive, setActive] = useState(true);
@@ -72,7 +67,7 @@ function Fork({ id, experiment, onEnd }) {
   return html`<${Form} kind="wide" title=${`Fork experiment ${id}`} action="Submit" onDo=${submit} onEnd=${() => onEnd(null)} tools=${html`<button type="button" onClick=${check}>Check only</button>`}>
     <p class="muted">A new experiment with the same code and this config. Masked secrets are taken from experiment ${id}.</p>
     <label class="field">Config (YAML) <textarea class="yaml" spellcheck=${false} rows="18" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)}></textarea></label>
-    <label><input type="checkbox" checked=${isActive} onChange=${(/** @type {any} */ event) => setActive(event.target.checked)} /> start it at once</label>
+    <${Check} checked=${isActive} set=${setActive}>start it at once<//>
     ${checked && html`<pre role="status">${checked}</pre>`}
   <//>`;
 }

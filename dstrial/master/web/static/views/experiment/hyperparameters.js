@@ -1,18 +1,17 @@
-// How a search's metric hangs on its hyperparameters: parallel coordinates, the metric against each, and how much each explains.
+// How a search's metric depends on its hyperparameters: parallel coordinates, importance, and a scatter plot for each.
 
 import { html, useMemo } from "htm/preact/standalone";
 import { flat, number, plain } from "../../format.js";
-import { axisOf, IMPORTANCE_MIN_TRIALS, importance, labelAt, meritOf, ticksOf, varyingAxes } from "../../hp_space.js";
+import { axisOf, IMPORTANCE_MIN_TRIALS, importance, labelAt, normalisedMetric, ticksOf, varyingAxes } from "../../hp_space.js";
 import { Chart, isDark, styled } from "../../parts/chart.js";
 import { Table } from "../../parts/table.js";
 import { navigate } from "../../router.js";
 
-/** Axes that are drawn: those that explain most. */
-const MOST_AXES = 10;
-const MOST_SCATTERS = 24;
+const MAX_AXES = 10; // of the parallel coordinates: the most important hyperparameters
+const MAX_SCATTERS = 24;
 const RAMPS = { light: [[31, 95, 208], [126, 98, 150], [232, 150, 30]], dark: [[138, 180, 255], [150, 118, 150], [190, 118, 20]] };
 
-/** @param {number} share 0 for the best, 1 for the worst; NaN for none @returns {string} a colour */
+/** @param {number} share 0 for the best trial to 1 for the worst; NaN without a value @returns {string} a CSS colour */
 function rampColour(share) {
   if (Number.isNaN(share)) return styled("--line");
   const ramp = isDark() ? RAMPS.dark : RAMPS.light;
@@ -20,7 +19,7 @@ function rampColour(share) {
   return `rgb(${ramp[low].map((one, idx) => Math.round(one + (ramp[low + 1][idx] - one) * (share * 2 - low))).join(" ")})`;
 }
 
-/** @param {import("../../hp_space.js").Axis} axis @returns {string} its name and its values, from the bottom to the top */
+/** @param {import("../../hp_space.js").Axis} axis @returns {string} its name, and its values from the bottom to the top */
 const titleOf = (axis) => `${axis.name}: ${axis.kind === "categorical" ? ticksOf(axis).map(([, text]) => text).join(", ") : `${labelAt(axis, 0)} … ${labelAt(axis, 1)}`}${axis.kind === "log" ? " (log)" : ""}`;
 
 /** @param {{ id: number, experiment: any, trials: any[] }} props */
@@ -30,14 +29,14 @@ export function Hyperparameters({ id, experiment, trials }) {
   const axes = useMemo(() => varyingAxes(points), [points]);
   const found = useMemo(() => importance(points, axes), [points, axes]);
   const ordered = useMemo(() => (found ? found.flatMap(({ name }) => axes.filter((axis) => axis.name === name)) : axes), [axes, found]);
-  const drawn = useMemo(() => [...ordered.slice(0, MOST_AXES), axisOf(metric, points.map(({ best }) => best).filter((value) => typeof value === "number"), true)], [ordered, points, metric]);
+  const drawn = useMemo(() => [...ordered.slice(0, MAX_AXES), axisOf(metric, points.map(({ best }) => best).filter((value) => typeof value === "number"), true)], [ordered, points, metric]);
   const named = useMemo(() => {
-    const merit = meritOf(points, isSmaller);
+    const shareOf = normalisedMetric(points, isSmaller);
     return points.map((point) => ({
       point,
       curve: {
-        id: point.id, isBest: point.id === bestTrial, stroke: rampColour(merit(point.best)), href: `/det/experiments/${id}/trials/${point.id}`,
-        label: `trial ${point.id}${point.id === bestTrial ? " (best)" : ""}, ${ordered.slice(0, MOST_AXES).map(({ name }) => `${name} ${plain(point.hp[name])}`).join(", ")}; ${metric} ${number(point.best)}`,
+        id: point.id, isBest: point.id === bestTrial, stroke: rampColour(shareOf(point.best)), href: `/det/experiments/${id}/trials/${point.id}`,
+        label: `trial ${point.id}${point.id === bestTrial ? " (best)" : ""}, ${ordered.slice(0, MAX_AXES).map(({ name }) => `${name} ${plain(point.hp[name])}`).join(", ")}; ${metric} ${number(point.best)}`,
       },
     }));
   }, [points, ordered, metric, bestTrial]);
@@ -47,7 +46,7 @@ export function Hyperparameters({ id, experiment, trials }) {
   );
   const marks = useMemo(() => drawn.map((axis, x) => ({ x, text: titleOf(axis) })), [drawn]);
   const scatters = useMemo(
-    () => ordered.slice(0, MOST_SCATTERS).map((axis) => {
+    () => ordered.slice(0, MAX_SCATTERS).map((axis) => {
       const last = axis.kind === "categorical" ? Math.max(axis.values.length - 1, 1) : 1;
       const placed = named.map(({ point, curve }) => ({ ...curve, xs: [axis.at(point.hp[axis.name]) * last], ys: [typeof point.best === "number" ? point.best : NaN] }));
       const showX = (/** @type {number} */ x) => (x < 0 || x > last || (axis.kind === "categorical" && !Number.isInteger(x)) ? "" : labelAt(axis, x / last));
@@ -70,13 +69,13 @@ export function Hyperparameters({ id, experiment, trials }) {
     <p class="muted">Rank variance explained (bias-corrected correlation ratio, ε²), of each hyperparameter by itself: what two do only together is not seen. From ${IMPORTANCE_MIN_TRIALS} trials on.</p>
     ${found === null
       ? html`<p>Not enough trials: ${numKnown} of ${IMPORTANCE_MIN_TRIALS} have a finite ${metric}.</p>`
-      : html`<${Table} name="importance" label="Importance of hyperparameters" rows=${found.map((one) => ({ ...one, id: one.name }))} columns=${[
-          { id: "name", title: "Hyperparameter", value: (/** @type {any} */ row) => row.name },
-          { id: "share", title: "Explains", isNumber: true, value: (/** @type {any} */ row) => row.share, show: (/** @type {any} */ row) => (Number.isNaN(row.share) ? "not enough trials" : html`<meter min="0" max="1" value=${row.share} aria-label=${`importance of ${row.name}`}></meter> ${Math.round(100 * row.share)} %`) },
-        ]} sort="-share" />`}
+      : html`<${Table} name="importance" label="Importance of hyperparameters" rows=${found.map((one) => ({ ...one, id: one.name }))} columns=${/** @type {import("../../parts/table.js").Column[]} */ ([
+          { id: "name", title: "Hyperparameter", value: (row) => row.name },
+          { id: "share", title: "Explains", isNumber: true, value: (row) => row.share, show: (row) => (Number.isNaN(row.share) ? "not enough trials" : html`<meter min="0" max="1" value=${row.share} aria-label=${`importance of ${row.name}`}></meter> ${Math.round(100 * row.share)} %`) },
+        ])} sort="-share" />`}
     <h2>${metric} against each</h2>
     <div class="charts">
       ${scatters.map(({ axis, showX, curves }) => html`<${Chart} key=${axis.name} title=${`${metric} against ${axis.name}`} xLabel=${axis.name} curves=${curves} isScatter height=${220} onOpen=${navigate} showX=${showX} />`)}
     </div>
-    ${axes.length > MOST_SCATTERS && html`<p class="muted">The first ${MOST_SCATTERS} of ${axes.length} are drawn.</p>`}`;
+    ${axes.length > MAX_SCATTERS && html`<p class="muted">The first ${MAX_SCATTERS} of ${axes.length} are drawn.</p>`}`;
 }

@@ -1,22 +1,21 @@
-// All trials' curves of a metric in one chart, and the trials with their hyperparameters.
+// A chart with the curves of all trials, and a table of the trials with their hyperparameters.
 
 import { html, useMemo, useState } from "htm/preact/standalone";
-import { recordsOf, useCurves, useLook, useMetricNames, xsOf } from "../../curves.js";
-import { bytes, duration, flat, number, plain, secondsBetween, shortNames } from "../../format.js";
-import { Problem, Progress, State, Time } from "../../parts/basics.js";
+import { recordsOf, useCurves, useChartOptions, useMetricNames, xsOf } from "../../curves.js";
+import { bytes, flat, number, plain, shortNames } from "../../format.js";
+import { Problem, Progress, SearchField, Select, State } from "../../parts/basics.js";
 import { Chart } from "../../parts/chart.js";
-import { filterRows } from "../../parts/filter.js";
-import { Table } from "../../parts/table.js";
+import { filterRows, valueByName } from "../../parts/filter.js";
+import { Table, timeColumn, tookColumn } from "../../parts/table.js";
 import { navigate, useParam } from "../../router.js";
 
-const MOST_CURVES = 300;
-/** Hyperparameters in the name of a curve. */
-const MOST_TOLD = 3;
+const MAX_CURVES = 300;
+const MAX_HPS_IN_LABEL = 3; // hyperparameters in the label of a curve
 
-/** @param {any} row @param {boolean} isSmaller @returns {number} for sorting: the best first */
-const merit = (row, isSmaller) => (typeof row.best === "number" ? (isSmaller ? row.best : -row.best) : Infinity);
+/** @param {any} row @param {boolean} isSmaller whether smaller is better @returns {number} sort key that puts the best trial first */
+const sortKey = (row, isSmaller) => (typeof row.best === "number" ? (isSmaller ? row.best : -row.best) : Infinity);
 
-/** @param {any[]} trials @returns {{ names: string[], numDiffering: number }} names of hyperparameters, those that differ first */
+/** @param {any[]} trials @returns {{ names: string[], numDiffering: number }} names of hyperparameters; the first `numDiffering` differ between trials */
 function hyperparameterNames(trials) {
   /** @type {Map<string, Set<string>>} */
   const values = new Map();
@@ -39,7 +38,7 @@ export function Overview({ id, experiment, metrics, trials }) {
   const [text, setText] = useParam("trials");
   const [selected, setSelected] = useState(/** @type {Set<number>} */ (new Set()));
   const all = useMemo(() => trials.map((row) => ({ ...row, hp: flat(row.hparams) })), [trials]);
-  const { look, tools } = useLook(recordsOf(experiment.config, all[0]?.hparams));
+  const { options, tools } = useChartOptions(recordsOf(experiment.config, all[0]?.hparams));
   const { names: hpNames, numDiffering } = useMemo(() => hyperparameterNames(all), [all]);
   const short = useMemo(() => shortNames(hpNames), [hpNames.join(",")]);
   const rows = useMemo(
@@ -47,17 +46,12 @@ export function Overview({ id, experiment, metrics, trials }) {
       filterRows(
         text,
         all,
-        (row, name) => {
-          const own = /** @type {Record<string, unknown>} */ ({ id: row.id, state: row.state, best: row.best, batches: row.batches, restarts: row.restarts });
-          if (name in own) return own[name];
-          const key = Object.keys(row.hp).find((one) => one.toLowerCase() === name);
-          return key === undefined ? undefined : row.hp[key];
-        },
+        (row, name) => valueByName({ id: row.id, state: row.state, best: row.best, batches: row.batches, restarts: row.restarts }, row.hp, name),
         (row) => `${row.id} ${row.state} ${Object.entries(row.hp).map(([name, value]) => `${name} ${plain(value)}`).join(" ")}`,
       ),
     [all, text],
   );
-  const order = useMemo(() => [...rows].sort((a, b) => merit(a, experiment.smallerIsBetter) - merit(b, experiment.smallerIsBetter) || a.id - b.id).map((row) => row.id).slice(0, MOST_CURVES), [rows.map((row) => row.id).join(","), experiment.smallerIsBetter]);
+  const order = useMemo(() => [...rows].sort((a, b) => sortKey(a, experiment.smallerIsBetter) - sortKey(b, experiment.smallerIsBetter) || a.id - b.id).map((row) => row.id).slice(0, MAX_CURVES), [rows.map((row) => row.id).join(","), experiment.smallerIsBetter]);
   const { series, isLoading, error } = useCurves(order, metric);
   const best = all.find((row) => row.id === experiment.bestTrial && row.state !== "ERROR")?.id;
   const byId = useMemo(() => new Map(all.map((row) => [row.id, row])), [all]);
@@ -68,53 +62,53 @@ export function Overview({ id, experiment, metrics, trials }) {
         .sort((a, b) => a - b)
         .map((one, colour) => {
           const trial = byId.get(one);
-          const values = hpNames.slice(0, Math.min(numDiffering, MOST_TOLD)).map((name) => `${short.get(name)} ${plain(trial?.hp[name])}`);
+          const values = hpNames.slice(0, Math.min(numDiffering, MAX_HPS_IN_LABEL)).map((name) => `${short.get(name)} ${plain(trial?.hp[name])}`);
           const found = /** @type {import("../../curves.js").Series} */ (series.get(one));
           return {
             id: one, colour, label: [`trial ${one}${one === best ? " (best)" : ""}`, ...values].join(", "), ys: found.values, isBest: one === best, href: `/det/experiments/${id}/trials/${one}`,
-            xs: xsOf(found, look.axis, recordsOf(experiment.config, trial?.hparams), trial?.start ?? experiment.start),
+            xs: xsOf(found, options.axis, recordsOf(experiment.config, trial?.hparams), trial?.start ?? experiment.start),
           };
         }),
-    [series, order, look.axis, best, id, hpNames.join(","), numDiffering, selected],
+    [series, order, options.axis, best, id, hpNames.join(","), numDiffering, selected],
   );
-  // Searchers end the trials that got to the end, too.
-  const most = Math.max(0, ...all.map((row) => row.batches));
-  const isStopped = (/** @type {any} */ row) => row.stoppedBySearcher && row.batches < most;
+  // Searchers also stop trials at their full length, which are not shown as stopped.
+  const maxBatches = Math.max(0, ...all.map((row) => row.batches));
+  const isStopped = (/** @type {any} */ row) => row.stoppedBySearcher && row.batches < maxBatches;
   const columns = useMemo(
-    () => [
-      { id: "id", title: "Trial", isNumber: true, value: (/** @type {any} */ row) => row.id, show: (/** @type {any} */ row) => `${row.id}${row.id === best ? " ★" : ""}` },
-      { id: "state", title: "State", value: (/** @type {any} */ row) => (isStopped(row) ? "STOPPED BY SEARCHER" : row.state), show: (/** @type {any} */ row) => html`<${State} state=${row.state} />${isStopped(row) && html` <span class="muted">stopped by searcher</span>`}` },
-      { id: "best", title: `Best ${experiment.metric}`, isNumber: true, value: (/** @type {any} */ row) => row.best, show: (/** @type {any} */ row) => number(row.best) },
+    () => /** @type {import("../../parts/table.js").Column[]} */ ([
+      { id: "id", title: "Trial", isNumber: true, value: (row) => row.id, show: (row) => `${row.id}${row.id === best ? " ★" : ""}` },
+      { id: "state", title: "State", value: (row) => (isStopped(row) ? "STOPPED BY SEARCHER" : row.state), show: (row) => html`<${State} state=${row.state} />${isStopped(row) && html` <span class="muted">stopped by searcher</span>`}` },
+      { id: "best", title: `Best ${experiment.metric}`, isNumber: true, value: (row) => row.best, show: (row) => number(row.best) },
       ...hpNames.map((name, idx) => ({ id: `hp.${name}`, title: short.get(name) ?? name, hint: name, isHidden: idx >= 8 || (all.length > 1 && idx >= numDiffering), isNumber: typeof all[0]?.hp[name] === "number", value: (/** @type {any} */ row) => row.hp[name], show: (/** @type {any} */ row) => plain(row.hp[name]) })),
-      { id: "batches", title: "Batches", isNumber: true, value: (/** @type {any} */ row) => row.batches },
-      { id: "progress", title: "Progress", isHidden: true, value: (/** @type {any} */ row) => row.progress, show: (/** @type {any} */ row) => html`<${Progress} value=${row.progress} state=${row.state} />` },
-      { id: "latest", title: "Latest", isHidden: true, isNumber: true, value: (/** @type {any} */ row) => row.latest, show: (/** @type {any} */ row) => number(row.latest) },
-      { id: "bestBatch", title: "Best at batch", isHidden: true, isNumber: true, value: (/** @type {any} */ row) => row.bestBatch },
-      { id: "restarts", title: "Restarts", isNumber: true, value: (/** @type {any} */ row) => row.restarts },
-      { id: "slots", title: "Slots", isHidden: true, isNumber: true, value: (/** @type {any} */ row) => row.slots },
-      { id: "checkpoints", title: "Checkpoints", isHidden: true, isNumber: true, value: (/** @type {any} */ row) => row.checkpoints },
-      { id: "size", title: "Size", isHidden: true, isNumber: true, value: (/** @type {any} */ row) => row.checkpointBytes, show: (/** @type {any} */ row) => bytes(row.checkpointBytes) },
-      { id: "start", title: "Started", isHidden: true, value: (/** @type {any} */ row) => row.start, show: (/** @type {any} */ row) => html`<${Time} at=${row.start} />` },
-      { id: "took", title: "Took", isNumber: true, value: (/** @type {any} */ row) => secondsBetween(row.start, row.end), show: (/** @type {any} */ row) => duration(secondsBetween(row.start, row.end)) },
-    ],
-    [hpNames, numDiffering, best, most, experiment.metric],
+      { id: "batches", title: "Batches", isNumber: true, value: (row) => row.batches },
+      { id: "progress", title: "Progress", isHidden: true, value: (row) => row.progress, show: (row) => html`<${Progress} value=${row.progress} state=${row.state} />` },
+      { id: "latest", title: "Latest", isHidden: true, isNumber: true, value: (row) => row.latest, show: (row) => number(row.latest) },
+      { id: "bestBatch", title: "Best at batch", isHidden: true, isNumber: true, value: (row) => row.bestBatch },
+      { id: "restarts", title: "Restarts", isNumber: true, value: (row) => row.restarts },
+      { id: "slots", title: "Slots", isHidden: true, isNumber: true, value: (row) => row.slots },
+      { id: "checkpoints", title: "Checkpoints", isHidden: true, isNumber: true, value: (row) => row.checkpoints },
+      { id: "size", title: "Size", isHidden: true, isNumber: true, value: (row) => row.checkpointBytes, show: (row) => bytes(row.checkpointBytes) },
+      timeColumn("start", "Started", "start", { isHidden: true }),
+      tookColumn(),
+    ]),
+    [hpNames, numDiffering, best, maxBatches, experiment.metric],
   );
   return html`
     <div class="filters">
-      <label>Metric <select value=${metric} onChange=${(/** @type {any} */ event) => setMetric(event.target.value)}>
+      <label>Metric <${Select} value=${metric} set=${setMetric}>
         ${!names.includes(metric) && html`<option>${metric}</option>`}
         ${names.map((name) => html`<option value=${name}>${name.replace(".", ": ")}</option>`)}
-      </select></label>
+      <//></label>
       ${tools}
       ${isLoading && html`<span class="muted">Loading curves …</span>`}
       ${metrics.more && html`<span class="muted">There are more metrics than are listed.</span>`}
     </div>
     <${Problem} error=${error} />
-    <${Chart} title=${metric.replace(".", ": ")} xLabel=${look.label} curves=${curves} isLog=${look.isLog} smoothing=${look.smoothing}
-      showX=${look.showX} onOpen=${navigate} />
+    <${Chart} title=${metric.replace(".", ": ")} xLabel=${options.label} curves=${curves} isLog=${options.isLog} smoothing=${options.smoothing}
+      showX=${options.showX} onOpen=${navigate} />
     ${selected.size > 0 && html`<p class="muted">Only the ${selected.size} selected ${selected.size === 1 ? "trial is" : "trials are"} drawn.</p>`}
     <h2>Trials</h2>
-    <div class="filters"><input type="search" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)} aria-label="Filter trials" placeholder="Filter: state:running, lr<0.01, best<=0.5" /></div>
+    <div class="filters"><${SearchField} text=${text} set=${setText} label="Filter trials" placeholder="Filter: state:running, lr<0.01, best<=0.5" /></div>
     <${Table} name="trials" label="Trials" columns=${columns} rows=${rows} sort=${experiment.smallerIsBetter ? "best" : "-best"} selected=${selected} onSelect=${setSelected}
       href=${(/** @type {any} */ row) => `/det/experiments/${id}/trials/${row.id}`} rowClass=${(/** @type {any} */ row) => (row.id === best ? "best" : "")}
       tools=${selected.size > 1 && html`<button onClick=${() => navigate(`/det/compare?trials=${[...selected].join(",")}`)}>Compare ${selected.size}</button>`}

@@ -1,14 +1,14 @@
-// What the ranks of a trial measure of themselves: speed, where a batch's time goes, memory; by rank.
+// A trial's newest telemetry: speed, parts of a batch's time, and memory, by rank.
 
 import { html, useState } from "htm/preact/standalone";
 import { get } from "../../api.js";
 import { bytes, number, toNumber } from "../../format.js";
-import { useLive } from "../../live.js";
-import { Problem, Time } from "../../parts/basics.js";
+import { ofTrial, useLive } from "../../live.js";
+import { Pending, Problem, Time } from "../../parts/basics.js";
 import { isDark } from "../../parts/chart.js";
 
-// Names are those of dstrial.telemetry.samples; docs/reference/telemetry.md says what each is.
-/** @type {[string, string, string, string][]} instrument, words, colour when light and when dark */
+// The names are from dstrial.telemetry.samples; docs/reference/telemetry.md explains them.
+/** @type {[string, string, string, string][]} metric, title, colour on a light page, colour on a dark page */
 const PARTS = [
   ["data_wait_ms", "data wait", "#b4460f", "#ffa15c"],
   ["forward_ms", "forward", "#1f5fd0", "#79a8ff"],
@@ -17,7 +17,7 @@ const PARTS = [
   ["stages_ms", "stages", "#a8324a", "#ff8fa3"],
   ["other_ms", "other", "#6b7480", "#8a94a3"],
 ];
-/** @type {[string, string, (value: number) => string][]} */
+/** @type {[string, string, (value: number) => string][]} metric, title, function that formats the value */
 const NUMBERS = [
   ["records_per_second", "records a second", (value) => number(value, 4)],
   ["tokens_per_second", "tokens a second", (value) => number(value, 4)],
@@ -29,13 +29,13 @@ const NUMBERS = [
   ["learning_rate", "learning rate", (value) => number(value, 4)],
   ["skipped_steps", "skipped steps", (value) => number(value)],
 ];
-const MOST_RANKS = 64;
+const MAX_RANKS = 64; // shown before the button "Show all"
 
 /** @param {string} name @returns {string} */
 const words = (name) => name.replace(/_bytes$|_ms$/, "").replaceAll("_", " ");
-/** A bar of parts for each rank. @param {{ title: string, rows: { rank: number, text: string, parts: { name: string, share: number, colour: string, text: string }[] }[] }} props */
+/** A bar for each rank, divided into parts. @param {{ title: string, rows: { rank: number, text: string, parts: { name: string, share: number, colour: string, text: string }[] }[] }} props */
 function Bars({ title, rows }) {
-  const [limit, setLimit] = useState(MOST_RANKS);
+  const [limit, setLimit] = useState(MAX_RANKS);
   return html`<table class="plain bars" aria-label=${title}><tbody>
     ${rows.slice(0, limit).map((row) => html`<tr><th scope="row">rank ${row.rank}</th><td class="bar">${row.parts.map(
       (part) => html`<span role="img" aria-label=${part.text} title=${part.text} style=${{ width: `${100 * part.share}%`, background: part.colour }}></span>`,
@@ -79,10 +79,10 @@ function MemoryByRank({ name, values }) {
 export function Instruments({ trial }) {
   const { data, error } = useLive(
     (signal) => get(`/page/trials/${trial.id}/instruments`, {}, signal),
-    (topic) => topic.startsWith(`metrics:${trial.id}:`) || topic === `trial:${trial.id}`,
+    ofTrial(trial.id),
     [trial.id],
   );
-  if (!data) return error ? html`<${Problem} error=${error} />` : html`<p class="loading">Loading …</p>`;
+  if (!data) return html`<${Pending} error=${error} />`;
   const { report } = data;
   if (!report)
     return html`<${Problem} error=${error} /><p class="muted">This trial has reported no instruments. A DeepSpeedTrial reports them with its training metrics unless <code>telemetry: false</code> stands under <code>data.dstrial</code>.</p>`;
