@@ -17,7 +17,7 @@ from dstrial import harness_paths
 
 _MODULE = "accelerate.state"
 _USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
-_MARK = "shows_cpu_ranks"
+_MARK = "shows_cpu_ranks"  # attribute of the patched function
 
 
 def show_ranks_to_accelerate() -> None:

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dstrial.ranks")
 
-_DEFAULT_TIMEOUT = "_get_default_timeout"
+_DEFAULT_TIMEOUT = "_get_default_timeout"  # torch's function that returns the default timeout of a new group
 MANUAL_INIT_VARIABLE = "DET_MANUAL_INIT_DISTRIBUTED"
+"""Environment variable of Determined: if it is set, user code creates the process group."""
 
 # Accelerators that DeepSpeed detects by a plug-in module instead of torch.accelerator.
 _ACCELERATOR_PLUGINS = (

@@ -26,12 +26,13 @@ from dstrial.ranks.identity import LOOPBACK_ADDR, RankIdentity
 from dstrial.ranks.job_secret import private_path
 from dstrial.ranks.sockets import rendezvous_socket
 
-_SCHEME = "dstrial"
-_POLL_S = 0.01
+_SCHEME = "dstrial"  # of the URLs that ``as_init_method`` returns
+_POLL_S = 0.01  # interval of checks whether all ranks have connected
 # torch's type stubs do not export its stores.
 _stores = vars(torch.distributed)
 
 _group_numbers = itertools.count()
+# (store, rank, world size) by the number in the URL of ``as_init_method``, until the URL is used.
 _opened: dict[str, tuple[Any, int, int]] = {}
 # Stores are served until the process exits, because other ranks may use them after this rank has left its group.
 _served: dict[tuple[str, int], Any] = {}

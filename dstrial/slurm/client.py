@@ -64,7 +64,7 @@ _UNREACHABLE = (
     "zero bytes were transmitted",
     "slurm backup controller in standby",
 )
-_IMPOSSIBLE = "node configuration is not available"
+_IMPOSSIBLE = "node configuration is not available"  # rejects the job, even if --test-only exits with 0
 # Rejections because no nodes, or too few nodes, have the resources that a job requests.
 _NODES_MISSING = (
     _IMPOSSIBLE,
@@ -81,7 +81,9 @@ _TEMPORARY = (
     "requested nodes are busy",
     "temporarily unable",
 )
-_POLICY = "violates accounting/qos policy"
+_POLICY = (
+    "violates accounting/qos policy"  # permanent only if the message also names a limit on the job itself
+)
 # Name of the limit in such a message: one on the job itself, not on the number of queued jobs (QOSMaxSubmitJobPerUserLimit).
 _NAMED_LIMIT = re.compile(r"\b(?:qos|assoc)(?:max|grp|min)(?!\w*submitjob)\w+")
 _CHECK_S = 10.0  # timeout of a check whose result the user waits for

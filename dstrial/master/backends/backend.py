@@ -37,7 +37,7 @@ class Node:
     address: str  # address at which other nodes reach it
     slots: tuple[Slot, ...]  # with ids that are unique in the cluster
     why_down: str | None  # why allocations cannot start on the node now; None if they can
-    since_us: int  # time of the node's last change between up and down
+    since_us: int  # time of the node's last change between up and down, microseconds since the epoch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class NodeExit:
 
     node_id: int
     exit_code: int  # of the entrypoint on the node, as in a shell
-    signal: int | None
+    signal: int | None  # signal that ended the entrypoint; None if it exited by itself
     cause: Cause
     text: str | None = None  # reason for users; None if the exit code says all
 
@@ -86,9 +86,9 @@ class AllocationExit:
     """How an allocation ended, summarised over all its nodes."""
 
     exit_code: int  # of the entrypoint that failed first, as in a shell
-    signal: int | None
-    time_us: int
-    explanation: str | None  # meaning of the exit code, None for 0
+    signal: int | None  # signal that ended this entrypoint; None if it exited by itself
+    time_us: int  # time of the exit, microseconds since the epoch
+    explanation: str | None  # meaning of the exit code; None for 0 and for ordinary codes like 1
     was_lost: bool  # whether a supervisor or its node was lost, so that there is no record of the exit
     nodes: tuple[NodeExit, ...] = ()  # exits on all nodes except the master's own, in order of arrival
 
@@ -255,7 +255,7 @@ class Backend(Protocol):
 
 
 def run_of(allocation: Allocation) -> RunRef:
-    """Return the ``RunRef`` of an allocation's row.
+    """Return a reference to the allocation that a row of the database describes.
 
     An allocation without slots is on the master's machine.
     """

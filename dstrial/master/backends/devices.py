@@ -17,7 +17,7 @@ from dstrial.ranks.devices import SHARE_VARIABLE, may_share
 logger = logging.getLogger("dstrial.master")
 
 SlotKind = Literal["cpu", "cuda", "rocm"]
-_KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
+_KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")  # processors that AMD's driver lists
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -229,7 +229,10 @@ def _device_variables(request: AllocationRequest, env: Mapping[str, str]) -> dic
 
 
 def user_variables(config: Mapping[str, Any], kind: str = "cpu") -> dict[str, str]:
-    """Return a config's ``environment_variables`` for a device kind (cpu, cuda, rocm)."""
+    """Return the variables that a config's ``environment_variables`` set.
+
+    ``kind`` is the kind of the trial's devices (cpu, cuda, rocm), for which the config may set others.
+    """
     given = (config.get("environment") or {}).get("environment_variables") or []
     if isinstance(given, Mapping):
         given = given.get(kind) or []

@@ -58,7 +58,7 @@ from dstrial.storage_guard import SAVING_DIRECTORY
 logger = logging.getLogger(__name__)
 
 _STARTUP_HOOK = "startup-hook.sh"
-_KILL_TRIES = 80
+_KILL_TRIES = 80  # maximum number of attempts to kill an allocation's processes
 _KILL_PERIOD_S = 0.1  # interval of attempts to kill
 _TRACKER_TRIES = 50  # attempts before resource trackers are killed, too; until then they clean up /dev/shm
 trial_umask: int | None = None

@@ -40,8 +40,8 @@ KEPT = ("torch", "deepspeed", "determined", "dstrial")
 UNUSED_S = 14 * 24 * 3600.0
 """Seconds after the last start of a task in a shared environment at which the environment is deleted."""
 
-_COMPLETE = "complete"
-_POLL_S = 0.1
+_COMPLETE = "complete"  # file in a shared environment that marks it as filled
+_POLL_S = 0.1  # interval of attempts to lock an environment
 _LOG_PERIOD_S = 30.0  # interval of log lines of a task that waits for an environment
 _MIN_DESCRIPTOR = 64  # hooks may use lower descriptors for redirections
 # Suffixes of files that may affect which packages are installed, and so are part of the digest.

@@ -53,8 +53,8 @@ _output = threading.Lock()
 
 @dataclasses.dataclass(slots=True)
 class _Run:
-    directory: Path
-    handle: SupervisorHandle | None
+    directory: Path  # of the allocation, on this host
+    handle: SupervisorHandle | None  # of the allocation's supervisor; None if none runs
     sent: int | None = None  # number of bytes sent of the log; None until the master requests the log
     mirrored: dict[str, str] = dataclasses.field(default_factory=dict)  # last sent content of ``MIRRORED``
     is_reported: bool = False  # whether the allocation's exit was sent
@@ -343,7 +343,10 @@ class Agent:
                 self._send_file(name, file, text.encode() or None)
 
     def _send_file(self, name: str, file: str, data: bytes | None, at: int | None = None) -> None:
-        """Send a file's content or its bytes from ``at`` on; ``data`` None: file deleted."""
+        """Send a file of an allocation to the master.
+
+        ``data`` is the whole content, or the bytes from offset ``at`` on. None means that the file is deleted.
+        """
         text = None if data is None else base64.b64encode(data).decode()
         _send({"id": name, "file": file, "at": at, "data": text})
 

@@ -28,7 +28,7 @@ from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.backends.status import HOSTS_NAME, ShownHost, StatusFile
 from dstrial.master.clock import now_us
 
-_BEGIN_S = 8.0
+_BEGIN_S = 8.0  # timeout of the first connections to all hosts
 _EXIT_GRACE_S = 5.0  # grace period in which ranks on other nodes may exit after a node has failed
 
 
@@ -204,9 +204,9 @@ class LinkedBackend(Backend, abc.ABC):
 
 
 class HostsBackend(LinkedBackend):
-    """Runs allocations with slots on the hosts of a hostfile (node id -> host).
+    """Runs allocations with slots on the hosts of a hostfile.
 
-    ``notify`` wakes the scheduler; it is called from any thread.
+    ``hosts`` maps node ids to hosts. ``notify`` wakes the scheduler; it is called from any thread.
     """
 
     def __init__(
@@ -261,7 +261,10 @@ def _combined_exit(
 ) -> AllocationExit:
     """Return the exit of an allocation that has ended on all nodes.
 
-    ``cause`` is the state on the node that failed first or else ended last, ``terminating`` an unreachable node's exit.
+    Args:
+        ended: the allocation's state on each node.
+        cause: the state on the node that failed first; if none failed, on the node that ended last.
+        terminating: exit of an unreachable node because of which the allocation was killed, else None.
     """
     exits = [part.exit for part in ended if part.exit is not None]
     exit_ = terminating or cause.exit or exits[-1]

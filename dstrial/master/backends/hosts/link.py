@@ -65,12 +65,12 @@ class AgentSettings:
     """The master's settings for the agents on its hosts."""
 
     python: str  # path of the interpreter on every host
-    cluster_id: str
+    cluster_id: str  # id of the master
     master_port: int  # on the master's loopback address
     umask: int | None  # umask of entrypoints; None for the default on the host
-    is_warm: bool
-    forks_with_accelerators: bool
-    warm_idle_timeout_s: float
+    is_warm: bool  # whether fork servers may start trials
+    forks_with_accelerators: bool  # whether fork servers may also start trials on accelerators
+    warm_idle_timeout_s: float  # idle time after which a fork server ends
     transport: Transport = dataclasses.field(default_factory=SshTransport)
 
 
@@ -86,12 +86,12 @@ class RemoteRun:
     handle: SupervisorHandle | None = None
     exit: NodeExit | None = None
     is_consequence: bool = False  # whether a rank on another host failed first
-    time_us: int = 0
+    time_us: int = 0  # time of the exit, microseconds since the epoch; 0 before
     heard_s: float = 0.0  # time at which the master learned of the exit, monotonic seconds
-    is_stopping: bool = False
+    is_stopping: bool = False  # whether the entrypoint is asked to stop
     kill: bool | None = None  # ``leaves_record`` of the requested kill; None if none was requested
     is_sent: bool = False  # whether the agent may have received the request
-    notes: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)  # new warnings for the allocation's log
 
 
 class HostLink:
@@ -212,9 +212,9 @@ class HostLink:
             return notes
 
     def take_ports(self) -> dict[str, int]:
-        """Return free ports that the host's agent has chosen, by environment variable.
+        """Return environment variable -> free port of the host, as its agent has chosen.
 
-        Ports are returned once: the result is empty until the agent sends others.
+        The same ports are returned only once: the result is empty until the agent has sent others.
         """
         with self._lock:
             ports, self._ports = self._ports, {}
