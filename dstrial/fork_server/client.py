@@ -25,7 +25,7 @@ from dstrial.fork_server.fork import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, P
 logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 10.0  # a fork takes some 10 ms; a server without an answer in this time is killed
-END_TIMEOUT_S = 2.0
+END_TIMEOUT_S = 2.0  # grace period of a closed server, after which it is killed
 _adopting = threading.Lock()
 
 
@@ -238,7 +238,7 @@ class ForkServer:
         return f"{', '.join(names)}: not as where it was imported ahead" if names else ""
 
     def spare(self, request: bytes) -> int:
-        """Request an idle fork of the server; return the socket that takes its program.
+        """Request an idle fork of the server; return the socket that accepts a program.
 
         ``request`` chooses the fork's parent: this process (``fork.CHILD``) or the server (``fork.ORPHAN``).
 
@@ -304,7 +304,8 @@ class OwnForkServer:
     ) -> subprocess.Popen[bytes] | ForkedProcess:
         """Start a program in a fork, else in a new process.
 
-        ``files`` are its standard streams. The process leads a session, and the kernel kills it when this process ends.
+        ``files`` are the descriptors of its stdin, stdout and stderr. The process leads a session, and the kernel kills it when
+        this process ends.
         """
         program = dataclasses.replace(program, leads="session", ends_with_parent=True)
         server = self.get(program.environment, timeout_s)
@@ -324,7 +325,10 @@ class OwnForkServer:
 def new_process(
     words: Sequence[str], environment: Mapping[str, str], directory: str, files: Sequence[int]
 ) -> subprocess.Popen[bytes]:
-    """Start a command as the leader of a session that ends with this process."""
+    """Start a command in a new session; the kernel kills it when this process ends.
+
+    ``files`` are the descriptors of its stdin, stdout and stderr.
+    """
     return subprocess.Popen(
         words,
         stdin=files[0],

@@ -17,8 +17,8 @@ from dstrial.hosts import remote
 from dstrial.hosts.hostfile import Host
 from dstrial.hosts.transport import BEAT_S, GOODBYE, LEASE_S, Refusal, SshTransport, Transport
 
-_CLOSE_S = 2.0
-_STDERR_BYTES = 4096
+_CLOSE_S = 2.0  # timeout of each step of ``close``: end of the local process, end of a thread
+_STDERR_BYTES = 4096  # size of the kept end of the local process's stderr
 _PIECE_BYTES = 256 * 1024  # size of a payload's pieces; heartbeats are answered between pieces
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)\s*")
 # Names that ssh accepts as a host and cannot mistake for an option.
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.@:%-]*[A-Za-z0-9_])?")
-_MAX_SLOTS = 65_536
+_MAX_SLOTS = 65_536  # of one host; a larger number is a typing error
 _SLOTS_KEY = "resources.slots_per_trial"
 _FILTER = "HOST[:SLOT,SLOT...][@HOST...]"
 
@@ -168,10 +168,10 @@ def hosts_of(args: argparse.Namespace) -> tuple[Host, ...]:
 
 
 def given_slots(config: Path, overrides: Sequence[str] = ()) -> int | None:
-    """Return ``resources.slots_per_trial`` of a config; None if it is not set.
+    """Return ``resources.slots_per_trial`` of a config file; None if it is unset or 0.
 
-    ``overrides`` are ``key=value`` texts that win over the config file. If the key is not set, a run on hosts uses all their
-    slots; the config's default of 1 is for single machines.
+    ``overrides`` are texts ``key=value`` that take precedence over the file. Without a number, a run on hosts uses all their
+    slots. (The config's default of 1 is for single machines.)
     """
     for override in reversed(overrides):
         key, _, value = override.partition("=")

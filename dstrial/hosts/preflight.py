@@ -20,9 +20,9 @@ from dstrial.hosts.transport import SshTransport, Transport
 from dstrial.ranks.devices import SHARE_VARIABLE, may_share
 from dstrial.visible_text import visible_line
 
-_CONNECT_MARGIN_S = 1.0
-_ANSWER_S = 5.0
-_CONNECT_S = 2.0
+_CONNECT_MARGIN_S = 1.0  # added to the transport's own timeout of a start, whose error message says more
+_ANSWER_S = 5.0  # timeout of a host's answer to a request
+_CONNECT_S = 2.0  # timeout of a TCP connection between two hosts
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -104,7 +104,7 @@ def _facts(connection: HostConnection, give_up_at_s: float) -> Facts | HostProbl
 
 
 def facts_of(answer: Mapping[str, Any]) -> Facts:
-    """Parse a host's first report."""
+    """Convert a host's first message, the result of ``remote.facts``, to ``Facts``."""
     first = [address for address in answer["reached_at"] if not address.startswith("127.")]
     pairs = [(str(name), str(address)) for name, address in answer["addresses"]]
     return Facts(
@@ -144,10 +144,14 @@ def fact_problems(
     environ: Mapping[str, str],
     interface: str | None,
 ) -> list[HostProblem]:
-    """Return the problems that follow from ``facts``, the hosts' reports.
+    """Return problems with the hosts' versions, devices and network interfaces.
 
-    ``here`` has this machine's version of each package, which all hosts must have. All hosts must have ``interface`` unless it
-    is None.
+    Args:
+        hosts: the checked hosts.
+        facts: the report of each host.
+        here: package -> version on this machine, which all hosts must have.
+        environ: environment of the training, which may disable accelerators or let ranks share one.
+        interface: network interface that all hosts must have; None for any.
     """
     problems = []
     has_devices = environ.get("DS_ACCELERATOR") != "cpu" and any(fact.num_accelerators for fact in facts)

@@ -47,7 +47,7 @@ from dstrial.scratch import compile_cache, scratch_directory
 
 logger = logging.getLogger("dstrial.launch")
 
-_POLL_S = 0.05
+_POLL_S = 0.05  # interval of checks for signals to send and ended ranks
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 
 

@@ -26,6 +26,7 @@ _CLUSTER_PORT_VARIABLE = "C10D_PORT"
 _CLUSTER_PORT = 29400
 _CLUSTER_VARIABLES = ("DET_ALLOCATION_ID", "DET_CLUSTER_ID", "DET_TRIAL_ID")
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE")
+# Files in /dev of accelerators' drivers; without any of them, torch is not imported to count accelerators.
 _DEVICE_FILES = ("nvidia*", "kfd", "dri/renderD*", "accel*", "davinci*", "hl[0-9]*", "xpu*", "neuron*", "dxg")
 
 
@@ -103,9 +104,9 @@ class SlurmStep:
     per node, each launcher starts one rank, and Slurm determines the number and placement of ranks.
     """
 
-    task: RankIdentity
-    num_ranks: int
-    num_ranks_of_all: int
+    task: RankIdentity  # the launcher's number among the step's tasks, and the step's first node
+    num_ranks: int  # number of ranks that this launcher starts
+    num_ranks_of_all: int  # number of ranks that all launchers of the step start
 
     @property
     def has_rank_per_task(self) -> bool:

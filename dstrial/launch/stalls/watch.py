@@ -28,9 +28,9 @@ from dstrial.ranks.heartbeat import Beat, Phase, read_beat
 EXIT_TIMEOUT_S = 60.0
 """Grace period from the end of a rank's program to its exit, seconds; loggers flush in this time."""
 
-POLL_S = 0.5
+POLL_S = 0.5  # interval of polls of the heartbeats
 _MAX_POLL_S = 2.0  # limits the time counted per poll, as the launcher or machine may have been suspended
-_MAX_FRAMES = 25
+_MAX_FRAMES = 25  # maximum number of calls of a stack in the log
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class WatchedRanks:
 
     Attributes:
         beats: the heartbeat file, mapped into memory.
-        ranks: slot in ``beats`` -> rank.
+        ranks: index of a heartbeat in ``beats`` -> global rank.
         stacks_files: rank -> file to which the rank writes its stacks.
         kept_stacks: directory for full stacks after a stall; None to keep none.
     """
