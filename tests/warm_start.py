@@ -99,7 +99,7 @@ class ForkedPopen(subprocess.Popen[Any]):
     """``subprocess.Popen`` that forks Python programs from ``server`` or a spare.
 
     A spare is this process's idle fork, if ``server`` is None. If a program cannot be forked, ``told`` is called with the
-    reason, and the program starts as a new process. ``known`` is called with a fork's pid before the program begins.
+    reason, and the program starts as a new process.
     """
 
     def __init__(
@@ -108,10 +108,9 @@ class ForkedPopen(subprocess.Popen[Any]):
         args: Sequence[str],
         *,
         told: Callable[[str], object] = lambda _: None,
-        known: Callable[[int], object] = lambda _: None,
         **options: Any,
     ) -> None:
-        self._server, self._told, self._known = server, told, known
+        self._server, self._told = server, told
         super().__init__(args, **options)
 
     def _execute_child(self, *given: Any) -> None:
@@ -138,7 +137,7 @@ class ForkedPopen(subprocess.Popen[Any]):
         files = [*(number if file == -1 else file for number, file in enumerate(pipes)), *kept]
         try:
             if self._server is not None:
-                self.pid = self._server.start(program, files, known=self._known).pid
+                self.pid = self._server.start(program, files).pid
             else:
                 self.pid = client.start_from_spare(program, files).pid
         except ForkRefusedError as reason:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from dstrial.fork_server import differing, fork, key_of, server
@@ -132,16 +132,13 @@ def _ask_for_spare(connection: socket.socket, request: bytes) -> int:
     return received[0]
 
 
-def start_program(
-    spare: int, program: Program, files: Sequence[int], *, known: Callable[[int], object] = lambda _: None
-) -> int:
+def start_program(spare: int, program: Program, files: Sequence[int]) -> int:
     """Run a program in an idle fork; return the fork's pid.
 
     Args:
         spare: socket of the idle fork; closed on return.
         program: the program.
         files: open descriptors; the program sees them as the descriptors ``program.numbers``.
-        known: called with the pid before the program starts; if it raises, the program does not start.
 
     Raises:
         ForkRefusedError: the program cannot run in this fork, and the caller must start a new process.
@@ -149,7 +146,6 @@ def start_program(
     with socket.socket(fileno=spare) as connection, os.fdopen(os.memfd_create("program"), "w+b") as text:
         connection.settimeout(ANSWER_TIMEOUT_S)
         pid = int(_ask(connection, fork.PID)[0])
-        known(pid)
         if len(files) > fork.MAX_FILES:
             raise ForkRefusedError("it gets many files of its own")
         text.write(json.dumps(dataclasses.asdict(program)).encode())
@@ -252,9 +248,7 @@ class ForkServer:
                 self._process.kill()
                 raise
 
-    def start(
-        self, program: Program, files: Sequence[int], *, known: Callable[[int], object] = lambda _: None
-    ) -> ForkedProcess:
+    def start(self, program: Program, files: Sequence[int]) -> ForkedProcess:
         """Start a program as a fork that is this process's child; see ``start_program``.
 
         Raises:
@@ -262,7 +256,7 @@ class ForkServer:
         """
         with _adopting_orphans():
             spare = self.spare(fork.CHILD)
-        return ForkedProcess(start_program(spare, program, files, known=known))
+        return ForkedProcess(start_program(spare, program, files))
 
     def close(self) -> None:
         """End the server; its forks continue."""

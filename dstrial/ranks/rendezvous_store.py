@@ -120,15 +120,10 @@ def _tcp_store(identity: RankIdentity, timeout_s: float) -> Any:
             addr = LOOPBACK_ADDR
         if identity.rank == 0:
             if (addr, port) not in _served:
-                _served[addr, port] = serve_store(addr, port, timeout)
+                with rendezvous_socket(addr, port) as listener:
+                    _served[addr, port] = serve_store_on(listener, addr, timeout)
             return _served[addr, port]
     return tcp_store(addr, port, is_master=False, timeout=timeout, wait_for_workers=False)
-
-
-def serve_store(addr: str, port: int, timeout: datetime.timedelta) -> Any:
-    """Return a ``TCPStore`` that this process serves at ``addr:port``."""
-    with rendezvous_socket(addr, port) as listener:
-        return serve_store_on(listener, addr, timeout)
 
 
 def serve_store_on(listener: socket.socket, addr: str, timeout: datetime.timedelta) -> Any:

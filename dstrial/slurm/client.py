@@ -99,16 +99,13 @@ def require_slurm(*names: str, or_else: str = "leave --slurm out to train here")
         )
 
 
-def run_slurm(
-    words: Sequence[str], *, cwd: Path | None = None, timeout_s: float = _TIMEOUT_S
-) -> tuple[int, str, str]:
+def run_slurm(words: Sequence[str], *, timeout_s: float = _TIMEOUT_S) -> tuple[int, str, str]:
     """Run a Slurm command; return exit code (124: timeout), stdout and stderr."""
     environ = {**os.environ, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
     environ.pop("SBATCH_CLUSTERS", None)  # squeue and scancel would look for the job elsewhere
     try:
         done = subprocess.run(
             words,
-            cwd=cwd,
             env=environ,
             timeout=timeout_s,
             stdin=subprocess.DEVNULL,
@@ -197,7 +194,10 @@ def away_reason(said: str, command: str, code: int) -> str:
 
 
 def refused(errors: str, script: str) -> str:
-    """Return an error message, with a fix, from sbatch's rejection of a script."""
+    """Return an error message for users from sbatch's output on a rejected script.
+
+    ``errors`` is the output. ``script`` is the path of the script, which the message names if there is no known fix.
+    """
     said = one_line(errors)
     return f"Slurm rejects the job; sbatch says: {said}. {fix_for(said) or f'Look at {script}.'}"
 
