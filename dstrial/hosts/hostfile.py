@@ -107,7 +107,10 @@ def _read(path: Path) -> tuple[Host, ...]:
 
 
 def _named_slots(hosts: Sequence[Host], text: str, flag: str, path: Path) -> dict[str, set[int]]:
-    """Return host name -> slots that a filter names."""
+    """Return host name -> indices of slots, for the hosts that a filter names.
+
+    ``text`` is the filter, ``flag`` and ``path`` are the names of its option and the hostfile in messages.
+    """
     by_name = {host.name: host for host in hosts}
     named: dict[str, set[int]] = {}
     problems: list[ConfigProblem] = []

@@ -17,8 +17,7 @@ from dstrial.hosts import remote
 from dstrial.hosts.connection import HostConnection
 from dstrial.hosts.hostfile import Host
 from dstrial.hosts.transport import SshTransport, Transport
-from dstrial.ranks.devices import SHARE_VARIABLE, may_share
-from dstrial.visible_text import visible_line
+from dstrial.ranks.identity import SHARE_VARIABLE, may_share
 
 _CONNECT_MARGIN_S = 1.0  # added to the transport's own timeout of a start, whose error message says more
 _ANSWER_S = 5.0  # timeout of a host's answer to a request
@@ -41,7 +40,7 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadyHost:
-    """A host that passed the checks."""
+    """A host that can train together with the other hosts, and its network address."""
 
     host: Host
     facts: Facts
@@ -98,9 +97,9 @@ def _facts(connection: HostConnection, give_up_at_s: float) -> Facts | HostProbl
         answer = connection.next(max(give_up_at_s - time.monotonic(), 0.1))
         if answer is not None:
             return facts_of(answer)
-    refusal = connection.refusal()
+    problem = connection.start_problem()
     connection.abandon()
-    return HostProblem(connection.host.name, visible_line(refusal.got), refusal.fix)
+    return problem
 
 
 def facts_of(answer: Mapping[str, Any]) -> Facts:
@@ -117,7 +116,10 @@ def facts_of(answer: Mapping[str, Any]) -> Facts:
 
 
 def named_interface(environ: Mapping[str, str]) -> str | None:
-    """Return the network interface named by gloo's variable; None for any or several."""
+    """Return the network interface that ``GLOO_SOCKET_IFNAME`` names.
+
+    None if the variable is unset or names several interfaces.
+    """
     named = environ.get("GLOO_SOCKET_IFNAME", "")
     return named if named and "," not in named else None
 
@@ -204,7 +206,10 @@ def _network_problems(fact: Facts, interface: str | None, *, is_alone: bool) -> 
 def _connectivity(
     connections: Sequence[HostConnection], places: Sequence[tuple[str, str]]
 ) -> list[HostProblem]:
-    """Connect each host to each other host; return the failures."""
+    """Make each host connect to each other host; return a problem per failure.
+
+    ``places`` has the (IPv4 address, interface) of each host.
+    """
 
     def listen(number: int) -> int | None:
         answer = connections[number].ask({"do": "listen", "address": places[number][0]}, _ANSWER_S)
@@ -234,7 +239,10 @@ def _connectivity(
 
 
 def _shared_problems(connections: Sequence[HostConnection], directory: Path) -> list[HostProblem]:
-    """Write a file on the first host and read it on the others; return the failures."""
+    """Check that all hosts see the same directory; return a problem per other host.
+
+    The first host writes a file, and the others read it.
+    """
     if not connections:
         return []
     first, *others = connections

@@ -67,7 +67,7 @@ class SrunTransport(Transport):
         return ["srun", *options, *remote_words(python)]
 
     def environment(self) -> Mapping[str, str] | None:
-        """Return this process's variables without those that srun would read as options."""
+        """Return the variables for srun, without those that it would read as options."""
         return self._environ
 
 

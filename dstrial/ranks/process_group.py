@@ -20,8 +20,15 @@ from dstrial.engine.deepspeed_internals import process
 from dstrial.errors import RankError, RankTimeoutError
 from dstrial.fork_server import NVML_CHECK_VARIABLE
 from dstrial.ranks.channel import TIMEOUT_VARIABLE
-from dstrial.ranks.devices import SHARE_VARIABLE, device_index, is_shared, may_share
-from dstrial.ranks.identity import DEVICE_VARIABLE, RankIdentity, device_variable
+from dstrial.ranks.identity import (
+    DEVICE_VARIABLE,
+    SHARE_VARIABLE,
+    RankIdentity,
+    device_index,
+    device_variable,
+    is_shared,
+    may_share,
+)
 from dstrial.ranks.rendezvous_store import as_init_method, open_store
 from dstrial.ranks.sockets import free_port, loopback_only, raise_file_limit
 

@@ -115,7 +115,7 @@ def test_addresses_sort_link_local_last(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_ssh_transport_explains_failures(code: int | None, printed: str, told: str) -> None:
-    refusal = SshTransport().refusal("h", "/p/python", code, printed)
+    refusal = SshTransport().start_problem("h", "/p/python", code, printed)
     assert told in refusal.got
     assert refusal.fix.endswith(".")
 

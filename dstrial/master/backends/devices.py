@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dstrial.errors import MasterError
-from dstrial.ranks.devices import SHARE_VARIABLE, may_share
+from dstrial.ranks.identity import SHARE_VARIABLE, may_share
 
 logger = logging.getLogger("dstrial.master")
 

@@ -331,9 +331,17 @@ def _run_in_own(spec: dict[str, Any], shared: Path | None, *, has_filled: bool) 
     _run(spec, () if has_filled else spec["hooks"], command)
 
 
-def _run(spec: dict[str, Any], hooks: Sequence[str], command: Sequence[str]) -> NoReturn:
+def hook_command(shell: str, hooks: Sequence[str], command: Sequence[str]) -> list[str]:
+    """Return the command that sources shell scripts, then executes ``command``.
+
+    If a command in one of the scripts (``hooks``) fails, ``command`` is not executed.
+    """
     steps = ["set -e", *(f". {shlex.quote(hook)}" for hook in hooks), "set +e", 'exec "$@"']
-    words = [spec["shell"], "-c", "; ".join(steps), "startup-hook", *command]
+    return [shell, "-c", "; ".join(steps), "startup-hook", *command]
+
+
+def _run(spec: dict[str, Any], hooks: Sequence[str], command: Sequence[str]) -> NoReturn:
+    words = hook_command(spec["shell"], hooks, command)
     sys.stdout.flush()
     os.execvpe(words[0], words, os.environ)  # noqa: S606 - the shell of the hooks
 

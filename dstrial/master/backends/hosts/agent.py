@@ -32,13 +32,12 @@ from dstrial.harness_paths import ENDING_NAME
 from dstrial.hosts.remote import PREFIX, addresses
 from dstrial.hosts.transport import BEAT_S, LEASE_S, ORPHAN_S
 from dstrial.master.backends import local, supervisor, task_venv
-from dstrial.master.backends.backend import SupervisorHandle
+from dstrial.master.backends.backend import AllocationRequest, SupervisorHandle
 from dstrial.master.backends.devices import Slot, find_slots
 from dstrial.master.backends.environment import choose_ports
 from dstrial.master.backends.fork_servers import ForkServers
 from dstrial.master.backends.hosts.streams import Streams, account_of
 from dstrial.master.backends.log_file import LOG_NAME
-from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.state_directory import StateDirectory
 from dstrial.master.trial_files import open_regular, read_json
 

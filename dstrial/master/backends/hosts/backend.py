@@ -1,4 +1,4 @@
-"""Run allocations with slots on other machines, others on the master's machine."""
+"""Run allocations on other machines; those without slots on the master's machine."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dstrial.file_writes import remove_tree
 from dstrial.hosts.hostfile import Host
 from dstrial.master.backends.backend import (
     AllocationExit,
+    AllocationRequest,
     Backend,
     Node,
     NodeAllocation,
@@ -24,7 +25,6 @@ from dstrial.master.backends.backend import (
 )
 from dstrial.master.backends.hosts.link import AgentSettings, HostLink, RemoteRun
 from dstrial.master.backends.local import LocalBackend, begun_checkpoints
-from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.backends.status import HOSTS_NAME, ShownHost, StatusFile
 from dstrial.master.clock import now_us
 

@@ -34,11 +34,10 @@ from dstrial.hosts.transport import (
     last_line,
     remote_environment,
 )
-from dstrial.master.backends.backend import Cause, Node, NodeExit, SupervisorHandle
+from dstrial.master.backends.backend import AllocationRequest, Cause, Node, NodeExit, SupervisorHandle
 from dstrial.master.backends.devices import Slot
 from dstrial.master.backends.hosts.streams import Streams
 from dstrial.master.backends.log_file import LOG_NAME
-from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.clock import now_us
 from dstrial.master.store.nodes import slot_id_of
 from dstrial.storage_guard import SAVING_DIRECTORY
@@ -369,8 +368,8 @@ class HostLink:
         except TimeoutError:
             self._was_silent = True
         if answer is None:
-            refusal = connection.refusal()
-            return f"{visible_line(refusal.got)}. {refusal.fix}"
+            problem = connection.start_problem()
+            return f"{problem.got}. {problem.fix}"
         facts = facts_of(answer)
         interface = named_interface(os.environ)
         problems = fact_problems([self.host], [facts], own_versions(), environ=os.environ, interface=None)

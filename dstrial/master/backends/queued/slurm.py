@@ -195,9 +195,7 @@ class SlurmEngine:
         if time.monotonic() > self._alive_s + _ALIVE_PERIOD_S:
             self._alive_s = time.monotonic()
             with contextlib.suppress(OSError):
-                path = self._directory / ALIVE_NAME
-                path.touch()
-                os.utime(path)
+                (self._directory / ALIVE_NAME).touch()
 
 
 def state_of(job: Job) -> JobState:
