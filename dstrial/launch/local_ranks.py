@@ -53,7 +53,7 @@ _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """The position of this launcher among the launchers of a job on several machines.
+    """This launcher's index among a job's launchers, with their ranks and rendezvous.
 
     Attributes:
         ranks_by_node: number of ranks that each launcher starts, by ``node_rank``.
@@ -276,7 +276,10 @@ class _Ranks:
             logger.warning("stall detection is disabled: cannot create %s: %s", self._heartbeats, error)
 
     def watched(self) -> WatchedRanks | None:
-        """Return the input of stall detection; None if ranks write no heartbeats."""
+        """Return the heartbeats and stack files that ``StallWatch`` reads.
+
+        None if the heartbeat file could not be created.
+        """
         if self._beats is None:
             return None
         ranks = {one.local_rank: one.rank for one in self.processes}

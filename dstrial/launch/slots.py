@@ -31,7 +31,7 @@ _DEVICE_FILES = ("nvidia*", "kfd", "dri/renderD*", "accel*", "davinci*", "hl[0-9
 
 
 def slots_argument(text: str) -> int:
-    """Parse ``--slots``; for ``type=`` of an ``argparse`` argument."""
+    """Convert the value of ``--slots`` to an integer, as ``type=`` of argparse."""
     try:
         value = int(text)
     except ValueError:
@@ -85,7 +85,7 @@ def cluster_info() -> ClusterInfo | None:
 
 
 def cluster_placement(info: ClusterInfo) -> Placement:
-    """Return this container's placement among the containers of its trial."""
+    """Return this container's index among its trial's containers, with their ranks."""
     from dstrial.launch.local_ranks import Placement
 
     addresses = info.container_addrs
@@ -129,7 +129,7 @@ class SlurmStep:
         }
 
     def placement(self) -> Placement:
-        """Return the placement of this launcher among the step's launchers."""
+        """Return this launcher's index among the step's launchers, with their ranks."""
         from dstrial.launch.local_ranks import Placement
 
         task = self.task

@@ -58,7 +58,7 @@ def oldest_phase(phases: Sequence[tuple[str, float] | None], began_s: float) -> 
 
 
 def build_detail(folder: Path, since_s: float) -> str:
-    """Return a text on a running build of an extension: its start, and how to avoid it.
+    """Return a text on a running build of an extension: its start, how to avoid it.
 
     ``folder`` is the extension's directory, ``since_s`` the start of the build in epoch seconds.
     """

@@ -150,7 +150,10 @@ class StallWatch:
         return RankView(self._watched.ranks[slot], beat, self._now_s - seen.since_s, state.letter, stopped_s)
 
     def _dump(self, views: Sequence[RankView]) -> dict[int, list[ThreadStack]]:
-        """Store and return all threads' stacks by rank; stopped ranks are left out."""
+        """Make ranks dump their Python stacks; return rank -> stacks of all its threads.
+
+        Stopped ranks are left out. The stacks are also kept as files if a directory for them is set.
+        """
         files = self._watched.stacks_files
         asked = {view.beat.pid: view.rank for view in views if view.state not in "tT" and view.rank in files}
         found = {}

@@ -182,7 +182,10 @@ def read_starts(tgz: bytes, paths: Collection[str], num_bytes: int) -> dict[str,
 
 
 def _members(tgz: bytes) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo, str | None]]:
-    """Yield (archive, member, path) of a gzip tar; path None if outside the directory."""
+    """Yield (archive, member, path) for each member of a gzip tar.
+
+    The path is None for a member outside the archive's root, and for the root itself.
+    """
     if not tgz:
         return
     total = 0

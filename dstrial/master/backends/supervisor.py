@@ -100,7 +100,10 @@ class _Requests:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def should_retry(self, error: OSError) -> bool:
-        """Return whether to retry a failed write; if so, sleep first."""
+        """Return whether to retry a write that failed with ``error``; if so, pause first.
+
+        Errors of a full disk are retried until the allocation is killed or deleted.
+        """
         if error.errno not in _FULL:
             return False
         if self._lease is not None and end_reason(self._lease, self._agent):
@@ -152,7 +155,10 @@ def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "tuple[subprocess.Popen[b
 
 
 def _start_in_spare(spec: dict[str, Any]) -> "tuple[_Fork | None, str]":
-    """Start the entrypoint in the spare (idle fork); return (process or None, reason)."""
+    """Start the entrypoint in the idle fork of this process, if there is one.
+
+    Returns (process, "") or (None, line): then the caller must start a new process and log the line, unless it is empty.
+    """
     client = sys.modules.get("dstrial.fork_server.client")  # imported only if this process is a fork
     if client is None or client.fork.spare is None:
         return None, ""
