@@ -23,7 +23,7 @@ from typing import Any
 
 import dstrial
 from dstrial.determined_imports import SITE
-from dstrial.fork_server import PATH_VARIABLE, client, differing, fork, import_places, server
+from dstrial.fork_server import PATH_VARIABLE, client, differing, fork, pythonpath_of, server
 from dstrial.fork_server.client import ForkRefusedError, ForkServer
 from dstrial.fork_server.fork import Program
 
@@ -89,7 +89,7 @@ def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
     """Return the differing variables that prevent a fork."""
     environments = []
     for each in (one, other):
-        places = [place for place in import_places(each) if place not in (SITE, _ROOT)]
+        places = [place for place in pythonpath_of(each) if place not in (SITE, _ROOT)]
         environments.append({**each, PATH_VARIABLE: os.pathsep.join(places)})
     names = differing(*environments)
     return [name for name in names if name.startswith(_READ_AT_START) and name not in _SET_ANEW]

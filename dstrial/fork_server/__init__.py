@@ -75,14 +75,14 @@ def is_free(name: str) -> bool:
 def key_of(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that a fork server and its programs must share."""
     key = {name: value for name, value in environment.items() if not is_free(name)}
-    places = [place for place in import_places(environment) if place != SITE]
+    places = [place for place in pythonpath_of(environment) if place != SITE]
     if places:
         return {**key, PATH_VARIABLE: os.pathsep.join(places)}
     key.pop(PATH_VARIABLE, None)
     return key
 
 
-def import_places(environment: Mapping[str, str]) -> list[str]:
+def pythonpath_of(environment: Mapping[str, str]) -> list[str]:
     """Return the directories listed in ``PYTHONPATH`` of an environment, in order."""
     return [place for place in environment.get(PATH_VARIABLE, "").split(os.pathsep) if place]
 

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dstrial.fork_server import differing, import_places
+from dstrial.fork_server import differing, pythonpath_of
 
 MAX_FILES = 9  # maximum number of open files that are sent with a program
 FAILED_TO_BEGIN = 70  # exit code of a spare that failed before its program (EX_SOFTWARE of sysexits.h)
@@ -272,7 +272,7 @@ def _reset_stream(number: int, stream: io.TextIOWrapper) -> None:
 
 def _reset_modules(program: Program, origin: Origin) -> None:
     own = str(Path.cwd()) if program.words[0] == "-m" else program.import_directories()[0]
-    sys.path[:] = [own, *import_places(program.environment), *origin.path]
+    sys.path[:] = [own, *pythonpath_of(program.environment), *origin.path]
     importlib.invalidate_caches()
     sys.argv[:] = ["-m", *program.words[2:]] if program.words[0] == "-m" else list(program.words)
     sys.orig_argv[:] = [sys.executable, *program.words]

@@ -168,11 +168,11 @@ class HostConnection:
         for line in self._program.stdout:
             if line.startswith(prefix):  # a login shell prints other lines
                 with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
-                    self._take(json.loads(line[len(prefix) :]))
+                    self._handle_line(json.loads(line[len(prefix) :]))
         self._program.wait()
         self._frames.put(None)
 
-    def _take(self, frame: dict[str, Any]) -> None:
+    def _handle_line(self, frame: dict[str, Any]) -> None:
         self.heard_s = time.monotonic()
         beat = frame.pop("beat", None)
         if beat is not None:

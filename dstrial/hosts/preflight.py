@@ -81,7 +81,7 @@ def check_hosts(
         problems += fact_problems(
             [one.host for one in known], facts, own_versions(), environ=environ, interface=named
         )
-        places = [place_of(fact, named) for fact in facts]
+        places = [address_of(fact, named) for fact in facts]
         problems += _connectivity(known, places)
         problems += _shared_problems(known, shared_directory)
     finally:
@@ -124,7 +124,7 @@ def named_interface(environ: Mapping[str, str]) -> str | None:
     return named if named and "," not in named else None
 
 
-def place_of(facts: Facts, interface: str | None) -> tuple[str, str]:
+def address_of(facts: Facts, interface: str | None) -> tuple[str, str]:
     """Return a host's (IPv4 address, interface) for connections from other hosts.
 
     An address on ``interface`` is preferred, else the first address is used. Both are "" if the host has no address.

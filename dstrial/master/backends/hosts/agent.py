@@ -79,7 +79,7 @@ class Agent:
         self._name = str(hello["host"])
         self._directory = StateDirectory.choose().path / "hosts" / str(hello["cluster_id"]) / self._name
         # A node of Slurm or Ray has an agent per job, each with its own files.
-        self._suffix = f"-{place}" if (place := str(hello.get("place", ""))) else ""
+        self._suffix = f"-{job_id}" if (job_id := str(hello.get("job_id", ""))) else ""
         self._allocations = self._directory / f"allocations{self._suffix}"
         self._allocations.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = threading.RLock()
@@ -166,7 +166,7 @@ class Agent:
         """Handle a request from the master; handle slow requests in new threads."""
         self._renew_lease(request.get("beat"))
         if "stream" in request:
-            self._streams.take(request)
+            self._streams.handle(request)
             return
         if "piece" in request:
             self._payload += base64.b64decode(request["piece"])

@@ -21,7 +21,7 @@ from typing import Any
 from dstrial.file_writes import replace_file
 from dstrial.hosts.connection import HostConnection
 from dstrial.hosts.hostfile import Host
-from dstrial.hosts.preflight import fact_problems, facts_of, named_interface, own_versions, place_of
+from dstrial.hosts.preflight import address_of, fact_problems, facts_of, named_interface, own_versions
 from dstrial.hosts.transport import (
     BEAT_S,
     CONNECT_S,
@@ -99,7 +99,7 @@ class HostLink:
     Args:
         notify: wakes the scheduler; called from any thread.
         slot_ids: cluster-wide ids of ``host.slots``; by default computed from the slots' indices.
-        place: suffix that distinguishes agents of several jobs on one node; "" for a host's only agent.
+        job_id: id of the Slurm or Ray job, because a node has an agent for each job; "" for a host of a hostfile.
     """
 
     def __init__(
@@ -110,13 +110,13 @@ class HostLink:
         notify: Callable[[], None],
         *,
         slot_ids: Sequence[int] | None = None,
-        place: str = "",
+        job_id: str = "",
     ) -> None:
         self.node_id = node_id
         self.host = host
         self._settings = settings
         self._notify = notify
-        self._place = place
+        self._job_id = job_id
         ids = [slot_id_of(node_id, number) for number in host.slots] if slot_ids is None else slot_ids
         self._ids = dict(zip(host.slots, ids, strict=True))
         self._is_released = False
@@ -202,7 +202,7 @@ class HostLink:
             self._end_if_lease_over(run)
             return dataclasses.replace(run)
 
-    def take_notes(self, name: str) -> list[str]:
+    def pop_notes(self, name: str) -> list[str]:
         with self._lock:
             run = self._runs.get(name)
             if run is None or not run.notes:
@@ -210,7 +210,7 @@ class HostLink:
             notes, run.notes = run.notes, []
             return notes
 
-    def take_ports(self) -> dict[str, int]:
+    def pop_ports(self) -> dict[str, int]:
         """Return environment variable -> free port of the host, as its agent has chosen.
 
         The same ports are returned only once: the result is empty until the agent has sent others.
@@ -377,7 +377,7 @@ class HostLink:
             return "; ".join(f"{visible_line(problem.got)}. {problem.fix}" for problem in problems)
         settings, home = self._settings, facts.environment.get("HOME", "/")
         with self._lock:
-            self._address = place_of(facts, interface)[0] or "127.0.0.1"
+            self._address = address_of(facts, interface)[0] or "127.0.0.1"
             live = [name for name, run in self._runs.items() if run.exit is None]
         connection.send(
             {
@@ -390,7 +390,7 @@ class HostLink:
         connection.send(
             {
                 "host": self.host.name,
-                "place": self._place,
+                "job_id": self._job_id,
                 "ends_with_parent": settings.transport.ends_with_parent,
                 "cluster_id": settings.cluster_id,
                 "slots": list(self.host.slots),
@@ -471,7 +471,7 @@ class HostLink:
 
     def _on_frame(self, frame: Mapping[str, Any]) -> None:
         if "stream" in frame:
-            self._streams.take(frame)
+            self._streams.handle(frame)
         elif "open" in frame:
             self._open_stream(int(frame["open"]))
         else:

@@ -43,7 +43,7 @@ class Streams:
         reader.start()
         threading.Thread(target=self._write, args=(number, connection, arrived, reader), daemon=True).start()
 
-    def take(self, frame: Mapping[str, Any]) -> None:
+    def handle(self, frame: Mapping[str, Any]) -> None:
         """Process a frame from the other end; queue its data instead of blocking."""
         with self._lock:
             connection, arrived = self._open.get(int(frame["stream"]), (None, None))

@@ -390,10 +390,10 @@ class QueuedBackend(LinkedBackend):
                 settings,
                 self._on_link,
                 slot_ids=on_node.slots,
-                place=job.seen.id,
+                job_id=job.seen.id,
             )
             if run is not None:  # an agent kills all allocations that its link does not list
-                link.recover(run.allocation_id, self._new_part(run, on_node, link, None))
+                link.recover(run.allocation_id, self._new_remote_run(run, on_node, link, None))
             link.start()
         job.allocated = tuple(allocated.values())
 

@@ -95,7 +95,7 @@ class SlurmEngine:
         self._send_heartbeat()  # even if Slurm does not answer, as jobs end without heartbeats
         code, output, errors = client.run_slurm(list(words))
         if code:
-            raise ConnectionError(client.away_reason(errors or output, words[0], code))
+            raise ConnectionError(client.failure_reason(errors or output, words[0], code))
         return output
 
     def unsatisfiable_reasons(self, request: JobRequest) -> Sequence[Refusal]:
@@ -236,18 +236,18 @@ def parts_of(text: str) -> tuple[Part, ...]:
     return tuple(Part(name, count) for name, count in zip(names, counts, strict=True))
 
 
-def refusal_of(request: JobRequest, said: str, fix: str) -> Refusal:
-    """Return sbatch's error (``said``) as an error in the experiment's config. Pure."""
+def refusal_of(request: JobRequest, message: str, fix: str) -> Refusal:
+    """Return sbatch's error (``message``) as an error in the experiment's config. Pure."""
     slots = f"{request.num_slots} slot{'s' if request.num_slots != 1 else ''}"
     options = request.settings.get("sbatch_args")
-    is_for_nodes = client.lacks_nodes(said)
+    is_for_nodes = client.lacks_nodes(message)
     key, got = _OPTIONS, render(options) if options else "not given"
     expected = f"options with which Slurm takes a job of {slots}"
     if request.settings and not options:
         key, got = "slurm", render(request.settings)
     elif is_for_nodes and not options:
         key, got, expected = "resources.slots_per_trial", str(request.num_slots), "a job that Slurm takes"
-    return Refusal(key, got, f"{expected}; {said}", fix, is_for_nodes)
+    return Refusal(key, got, f"{expected}; {message}", fix, is_for_nodes)
 
 
 def script_of(request: JobRequest, settings: Mapping[str, object], name: str, directory: Path) -> str:
