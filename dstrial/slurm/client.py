@@ -81,9 +81,8 @@ _TEMPORARY = (
     "requested nodes are busy",
     "temporarily unable",
 )
-_POLICY = (
-    "violates accounting/qos policy"  # permanent only if the message also names a limit on the job itself
-)
+# Such a rejection is permanent only if the message also names a limit on the job itself.
+_POLICY = "violates accounting/qos policy"
 # Name of the limit in such a message: one on the job itself, not on the number of queued jobs (QOSMaxSubmitJobPerUserLimit).
 _NAMED_LIMIT = re.compile(r"\b(?:qos|assoc)(?:max|grp|min)(?!\w*submitjob)\w+")
 _CHECK_S = 10.0  # timeout of a check whose result the user waits for

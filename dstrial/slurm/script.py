@@ -12,9 +12,7 @@ from dstrial.errors import ConfigError, ConfigProblem
 
 LOG_NAME = "slurm.log"  # file in a run's directory with the output of its Slurm job
 SCRIPT_NAME = "sbatch.sh"  # file in a run's directory: the batch script
-NODES_SUFFIX = (
-    ".nodes"  # suffix of the file into which a job that holds nodes for a master writes their names
-)
+NODES_SUFFIX = ".nodes"  # suffix of the file into which a job that holds nodes writes their names
 CANCELLED_SUFFIX = ".cancelled"  # suffix of the file that the master creates before it cancels such a job
 ALIVE_NAME = "alive"  # file that a running master touches
 MASTER_TIMEOUT_MINUTES = 60  # time without a running master after which a job that holds nodes for it ends

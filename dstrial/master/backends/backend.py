@@ -80,25 +80,25 @@ class AllocationRequest:
     """
 
     allocation_id: str  # ``{task_id}.{run_id}``
-    task_id: str
+    task_id: str  # of the trial or command, the same in all its allocations
     trial_id: int
     experiment_id: int
     run_id: int  # number of the trial's run, from 1; each allocation is a run
     directory: Path  # for the allocation's files, absolute; created with mode 0700
-    slots: tuple[Slot, ...]
+    slots: tuple[Slot, ...]  # the allocation's slots on the node
     ports: dict[str, int]  # environment variable -> free port
     config: dict[str, Any]  # the experiment config with defaults
-    hparams: dict[str, Any]
+    hparams: dict[str, Any]  # the trial's hyperparameters
     trial_seed: int
     steps_completed: int  # batches at ``latest_checkpoint``; 0 without a checkpoint or for a warm start
-    latest_checkpoint: str | None
+    latest_checkpoint: str | None  # UUID of the checkpoint from which the trial continues
     session_token: str  # gives access to this trial only; valid until the allocation ends
     user_token: str  # the submitting user's; valid until the allocation ends
-    username: str
+    username: str  # of the submitting user
     master_url: str  # address of the master for the trial's reports
-    cluster_id: str
-    master_id: str
-    agent_id: str
+    cluster_id: str  # id of the master's database
+    master_id: str  # id of the master's process, a new one at each start
+    agent_id: str  # name of the node
     resources_id: str  # a UUID; also the container id
     model_definition: bytes  # gzip tar of the context directory; empty for none
     entrypoint: str | list[str]
@@ -165,7 +165,7 @@ class AllocationExit:
     exit_code: int  # of the entrypoint that failed first, as in a shell
     signal: int | None  # signal that ended this entrypoint; None if it exited by itself
     time_us: int  # time of the exit, microseconds since the epoch
-    explanation: str | None  # meaning of the exit code; None for 0 and for ordinary codes like 1
+    explanation: str | None  # reason for users; None if the exit code says all
     was_lost: bool  # whether a supervisor or its node was lost, so that there is no record of the exit
     nodes: tuple[NodeExit, ...] = ()  # exits on all nodes except the master's own, in order of arrival
 

@@ -25,9 +25,8 @@ from dstrial.ranks.identity import SHARE_VARIABLE
 from dstrial.scratch import compile_cache
 from dstrial.storage_guard import STORAGE_VARIABLE
 
-TRACEBACKS_DIR_VARIABLE = (
-    "DSTRIAL_TRACEBACKS_DIR"  # as in dstrial.launch.failures, which the master never imports
-)
+# As in dstrial.launch.failures, which the master never imports.
+TRACEBACKS_DIR_VARIABLE = "DSTRIAL_TRACEBACKS_DIR"
 MARKER_VARIABLE = "DSTRIAL_ALLOCATION_MARKER"
 """Environment variable with a value that only the processes of one allocation have."""
 

@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _CHUNK_BYTES = 1 << 16  # size of one read of a socket
-_WAITING_CHUNKS = (
-    1024  # limit of received chunks that a stream's socket has not accepted; beyond it the stream is closed
-)
+_WAITING_CHUNKS = 1024  # limit of chunks that a stream's socket has not accepted; then the stream is closed
 _ESTABLISHED = "01"  # state of a connection, in hexadecimal (linux net/tcp_states.h)
 
 

@@ -41,6 +41,7 @@ from dstrial.slurm.script import (
 
 COMMANDS = ("sbatch", "squeue", "scancel", "srun", "sinfo")
 _ALIVE_PERIOD_S = 60.0  # interval of the master's heartbeats to its jobs (``ALIVE_NAME``)
+# Names in error messages: of the two sources of sbatch options, and of the key of these options.
 _EXPERIMENT = "the experiment's config"
 _MASTER = "the master's settings"
 _OPTIONS = "slurm.sbatch_args"
