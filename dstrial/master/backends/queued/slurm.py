@@ -238,7 +238,10 @@ def parts_of(text: str) -> tuple[Part, ...]:
 
 
 def refusal_of(request: JobRequest, message: str, fix: str) -> Refusal:
-    """Return sbatch's error (``message``) as an error in the experiment's config. Pure."""
+    """Return sbatch's error message as an error in the experiment's config. Pure.
+
+    ``request`` is the rejected request. ``fix`` says what users can do.
+    """
     slots = f"{request.num_slots} slot{'s' if request.num_slots != 1 else ''}"
     options = request.settings.get("sbatch_args")
     is_for_nodes = client.lacks_nodes(message)
