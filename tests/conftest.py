@@ -14,7 +14,7 @@ import time
 import traceback
 import types
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -227,6 +227,20 @@ def shared_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterFo
     """Return a master with 4 slots, shared by tests that need no master of their own."""
     with master_for_test(tmp_path_factory.mktemp("master"), num_slots=4) as master:
         yield master
+
+
+@pytest.fixture
+def fake_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Return a function (name, shell text) that puts a command first on PATH."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    monkeypatch.setenv("PATH", str(commands), prepend=":")
+
+    def write(name: str, text: str) -> None:
+        (commands / name).write_text(f"#!/bin/sh\ncd {tmp_path}\n{text}\n")
+        (commands / name).chmod(0o755)
+
+    return write
 
 
 @pytest.fixture(autouse=True)

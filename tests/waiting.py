@@ -9,12 +9,18 @@ _SHORTEST_S, _LONGEST_S = 0.02, 0.25
 """Limits of the polling interval, which grows because polls load the master."""
 
 
-def wait_for(condition: Callable[[], object], what: str = "", *, deadline_s: float = 60.0) -> None:
-    """Wait until the condition is true; fail with message ``what`` at the deadline."""
+def wait_for(
+    condition: Callable[[], object], what: str | Callable[[], object] = "", *, deadline_s: float = 60.0
+) -> None:
+    """Wait until the condition is true; at the deadline, fail with message ``what``.
+
+    ``what`` may be a function that returns the message.
+    """
     began_s = time.monotonic()
     give_up_at_s = began_s + deadline_s
     while not condition():
-        assert time.monotonic() < give_up_at_s, what or f"not so after {deadline_s:g} s"
+        if time.monotonic() >= give_up_at_s:
+            raise AssertionError((what() if callable(what) else what) or f"not so after {deadline_s:g} s")
         sleep_a_little(began_s)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import dstrial
 from dstrial.determined_imports import SITE
-from dstrial.fork_server import PATH_VARIABLE, client, differing, fork, import_places, server
+from dstrial.fork_server import PATH_VARIABLE, client, differing, fork, pythonpath_of, server
 from dstrial.fork_server.client import ForkRefusedError, ForkServer
 from dstrial.fork_server.fork import Program
 
@@ -89,7 +89,7 @@ def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
     """Return the differing variables that prevent a fork."""
     environments = []
     for each in (one, other):
-        places = [place for place in import_places(each) if place not in (SITE, _ROOT)]
+        places = [place for place in pythonpath_of(each) if place not in (SITE, _ROOT)]
         environments.append({**each, PATH_VARIABLE: os.pathsep.join(places)})
     names = differing(*environments)
     return [name for name in names if name.startswith(_READ_AT_START) and name not in _SET_ANEW]
@@ -99,7 +99,7 @@ class ForkedPopen(subprocess.Popen[Any]):
     """``subprocess.Popen`` that forks Python programs from ``server`` or a spare.
 
     A spare is this process's idle fork, if ``server`` is None. If a program cannot be forked, ``told`` is called with the
-    reason, and the program starts as a new process. ``known`` is called with a fork's pid before the program begins.
+    reason, and the program starts as a new process.
     """
 
     def __init__(
@@ -108,10 +108,9 @@ class ForkedPopen(subprocess.Popen[Any]):
         args: Sequence[str],
         *,
         told: Callable[[str], object] = lambda _: None,
-        known: Callable[[int], object] = lambda _: None,
         **options: Any,
     ) -> None:
-        self._server, self._told, self._known = server, told, known
+        self._server, self._told = server, told
         super().__init__(args, **options)
 
     def _execute_child(self, *given: Any) -> None:
@@ -138,7 +137,7 @@ class ForkedPopen(subprocess.Popen[Any]):
         files = [*(number if file == -1 else file for number, file in enumerate(pipes)), *kept]
         try:
             if self._server is not None:
-                self.pid = self._server.start(program, files, known=self._known).pid
+                self.pid = self._server.start(program, files).pid
             else:
                 self.pid = client.start_from_spare(program, files).pid
         except ForkRefusedError as reason:

@@ -138,7 +138,7 @@ def find_or_start_master(num_slots: int, on_hosts: daemon.MasterOptions | None =
 
 def _local_options(num_slots: int) -> daemon.MasterOptions:
     from dstrial.master.backends.devices import find_slots
-    from dstrial.ranks.devices import may_share
+    from dstrial.ranks.identity import may_share
 
     found = find_slots(None)
     can_offer_more = may_share(os.environ) or all(slot.kind == "cpu" for slot in found)

@@ -16,7 +16,7 @@ from dstrial.determined_imports import SITE
 
 PATH_VARIABLE = "PYTHONPATH"
 NVML_CHECK_VARIABLE = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""Makes torch query devices through NVML, which leaves the process safe to fork (``torch/cuda/__init__.py``)."""
+"""Environment variable: 1 makes torch count devices by NVML, so that the process can still fork (``torch/cuda/__init__.py``)."""
 FREE_PREFIXES = (
     "DET_",
     "DSTRIAL_",
@@ -28,7 +28,10 @@ FREE_PREFIXES = (
     "TORCHELASTIC_",
     "ACCELERATE_",
 )
-"""Prefixes of variables that identify a trial or a rank; no module that a fork server imports reads them."""
+"""Prefixes of variables that may differ between the forks of one server.
+
+These variables identify a trial or rank. No module that a fork server imports reads them.
+"""
 
 FREE_NAMES = frozenset(
     {
@@ -61,33 +64,33 @@ FREE_NAMES = frozenset(
         "PYTEST_CURRENT_TEST",
     }
 )
-"""Variables that are read only after the fork. All others, known or not, belong to a server's key."""
+"""Names of variables that may differ between the forks of one server, because they are read only after the fork."""
 
 
 def is_free(name: str) -> bool:
-    """Return whether variable ``name`` may differ between the forks of one server."""
+    """Return whether an environment variable may differ between forks of one server."""
     return name in FREE_NAMES or name.startswith(FREE_PREFIXES)
 
 
 def key_of(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that a fork server and its programs must share."""
     key = {name: value for name, value in environment.items() if not is_free(name)}
-    places = [place for place in import_places(environment) if place != SITE]
+    places = [place for place in pythonpath_of(environment) if place != SITE]
     if places:
         return {**key, PATH_VARIABLE: os.pathsep.join(places)}
     key.pop(PATH_VARIABLE, None)
     return key
 
 
-def import_places(environment: Mapping[str, str]) -> list[str]:
+def pythonpath_of(environment: Mapping[str, str]) -> list[str]:
     """Return the directories listed in ``PYTHONPATH`` of an environment, in order."""
     return [place for place in environment.get(PATH_VARIABLE, "").split(os.pathsep) if place]
 
 
 def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """Return the sorted names of :func:`key_of` variables whose values differ.
+    """Return the sorted names of variables that differ between two environments.
 
-    Values are left out, because they may be secrets.
+    Variables that may differ between the forks of one server are ignored. Values are left out, because they may be secrets.
     """
     ours, theirs = key_of(one), key_of(other)
     return sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from dstrial.fork_server import differing, fork, key_of, server
@@ -25,7 +25,7 @@ from dstrial.fork_server.fork import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, P
 logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 10.0  # a fork takes some 10 ms; a server without an answer in this time is killed
-END_TIMEOUT_S = 2.0
+END_TIMEOUT_S = 2.0  # grace period of a closed server, after which it is killed
 _adopting = threading.Lock()
 
 
@@ -132,16 +132,13 @@ def _ask_for_spare(connection: socket.socket, request: bytes) -> int:
     return received[0]
 
 
-def start_program(
-    spare: int, program: Program, files: Sequence[int], *, known: Callable[[int], object] = lambda _: None
-) -> int:
+def start_program(spare: int, program: Program, files: Sequence[int]) -> int:
     """Run a program in an idle fork; return the fork's pid.
 
     Args:
         spare: socket of the idle fork; closed on return.
         program: the program.
         files: open descriptors; the program sees them as the descriptors ``program.numbers``.
-        known: called with the pid before the program starts; if it raises, the program does not start.
 
     Raises:
         ForkRefusedError: the program cannot run in this fork, and the caller must start a new process.
@@ -149,7 +146,6 @@ def start_program(
     with socket.socket(fileno=spare) as connection, os.fdopen(os.memfd_create("program"), "w+b") as text:
         connection.settimeout(ANSWER_TIMEOUT_S)
         pid = int(_ask(connection, fork.PID)[0])
-        known(pid)
         if len(files) > fork.MAX_FILES:
             raise ForkRefusedError("it gets many files of its own")
         text.write(json.dumps(dataclasses.asdict(program)).encode())
@@ -238,7 +234,7 @@ class ForkServer:
         return f"{', '.join(names)}: not as where it was imported ahead" if names else ""
 
     def spare(self, request: bytes) -> int:
-        """Request an idle fork of the server; return the socket that takes its program.
+        """Request an idle fork of the server; return the socket that accepts a program.
 
         ``request`` chooses the fork's parent: this process (``fork.CHILD``) or the server (``fork.ORPHAN``).
 
@@ -252,9 +248,7 @@ class ForkServer:
                 self._process.kill()
                 raise
 
-    def start(
-        self, program: Program, files: Sequence[int], *, known: Callable[[int], object] = lambda _: None
-    ) -> ForkedProcess:
+    def start(self, program: Program, files: Sequence[int]) -> ForkedProcess:
         """Start a program as a fork that is this process's child; see ``start_program``.
 
         Raises:
@@ -262,7 +256,7 @@ class ForkServer:
         """
         with _adopting_orphans():
             spare = self.spare(fork.CHILD)
-        return ForkedProcess(start_program(spare, program, files, known=known))
+        return ForkedProcess(start_program(spare, program, files))
 
     def close(self) -> None:
         """End the server; its forks continue."""
@@ -304,7 +298,8 @@ class OwnForkServer:
     ) -> subprocess.Popen[bytes] | ForkedProcess:
         """Start a program in a fork, else in a new process.
 
-        ``files`` are its standard streams. The process leads a session, and the kernel kills it when this process ends.
+        ``files`` are the descriptors of its stdin, stdout and stderr. The process leads a session, and the kernel kills it when
+        this process ends.
         """
         program = dataclasses.replace(program, leads="session", ends_with_parent=True)
         server = self.get(program.environment, timeout_s)
@@ -324,7 +319,10 @@ class OwnForkServer:
 def new_process(
     words: Sequence[str], environment: Mapping[str, str], directory: str, files: Sequence[int]
 ) -> subprocess.Popen[bytes]:
-    """Start a command as the leader of a session that ends with this process."""
+    """Start a command in a new session; the kernel kills it when this process ends.
+
+    ``files`` are the descriptors of its stdin, stdout and stderr.
+    """
     return subprocess.Popen(
         words,
         stdin=files[0],

@@ -28,20 +28,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dstrial.fork_server import differing, import_places
+from dstrial.fork_server import differing, pythonpath_of
 
-MAX_FILES = 9  # open files that can be sent with a program
+MAX_FILES = 9  # maximum number of open files that are sent with a program
 FAILED_TO_BEGIN = 70  # exit code of a spare that failed before its program (EX_SOFTWARE of sysexits.h)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _IGNORED_WHILE_IDLE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
-# Requests to a server or a spare for a new spare, whose parent is the requesting process or the server.
+# Requests for a new spare: as a child of the requesting process (CHILD) or of the process that forks it (ORPHAN).
 CHILD, ORPHAN = b"c", b"o"
 PID, PROGRAM = b"i", b"p"  # requests to a spare: return your process id; run a program
 
 spare: int | None = None
 """Socket of this process's spare; None unless this process is a fork whose program has ``has_spare``."""
-_exit_code = 0
+_exit_code = 0  # of this fork's program; -n if signal n ends the program
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,14 +51,14 @@ class Program:
     words: Sequence[str]  # ``-m MODULE ARGUMENTS`` or ``FILE ARGUMENTS``
     environment: Mapping[str, str]
     directory: str
-    numbers: Sequence[int] = (0, 1, 2)  # descriptors that the files sent with the program get
+    numbers: Sequence[int] = (0, 1, 2)  # the program's descriptors of the files that are sent with it
     leads: str = ""  # ``session`` or ``group``: the process becomes its leader; empty for neither
     umask: int | None = None  # None to inherit the parent's
     ends_with_parent: bool = False  # whether the kernel kills the process when its parent ends
     has_spare: bool = False  # whether the process gets a spare to fork its own children from
 
     def import_directories(self) -> list[str]:
-        """Return the absolute paths that the program will have first in ``sys.path``."""
+        """Return the absolute paths that will come first in the program's ``sys.path``."""
         found = ["" if self.words[0] == "-m" else os.path.dirname(self.words[0])]  # noqa: PTH120
         for word, following in itertools.pairwise((*self.words, "")):
             if word.startswith("--cont"):  # --context-dir, or short for it
@@ -272,7 +272,7 @@ def _reset_stream(number: int, stream: io.TextIOWrapper) -> None:
 
 def _reset_modules(program: Program, origin: Origin) -> None:
     own = str(Path.cwd()) if program.words[0] == "-m" else program.import_directories()[0]
-    sys.path[:] = [own, *import_places(program.environment), *origin.path]
+    sys.path[:] = [own, *pythonpath_of(program.environment), *origin.path]
     importlib.invalidate_caches()
     sys.argv[:] = ["-m", *program.words[2:]] if program.words[0] == "-m" else list(program.words)
     sys.orig_argv[:] = [sys.executable, *program.words]

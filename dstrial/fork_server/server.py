@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dstrial import collector
-from dstrial.fork_server import NVML_CHECK_VARIABLE, fork, import_places
+from dstrial.fork_server import NVML_CHECK_VARIABLE, fork, pythonpath_of
 
 
 def main(words: Sequence[str]) -> None:
@@ -29,7 +29,7 @@ def main(words: Sequence[str]) -> None:
     # DeepSpeed's import sets it, too. Querying devices through NVML leaves the process safe to fork.
     os.environ[NVML_CHECK_VARIABLE] = "1"
     # site.py leaves duplicates out of sys.path.
-    places = set(map(os.path.abspath, import_places(os.environ)))
+    places = set(map(os.path.abspath, pythonpath_of(os.environ)))
     path = [place for place in sys.path[1:] if place not in places]
     problem = ""
     with collector.paused_for_good():

@@ -13,12 +13,13 @@ from base64 import b64encode
 from collections.abc import Mapping
 from typing import Any
 
+from dstrial.errors import HostProblem
 from dstrial.hosts import remote
 from dstrial.hosts.hostfile import Host
-from dstrial.hosts.transport import BEAT_S, GOODBYE, LEASE_S, Refusal, SshTransport, Transport
+from dstrial.hosts.transport import BEAT_S, GOODBYE, LEASE_S, SshTransport, Transport
 
-_CLOSE_S = 2.0
-_STDERR_BYTES = 4096
+_CLOSE_S = 2.0  # timeout of each step of ``close``: end of the local process, end of a thread
+_STDERR_BYTES = 4096  # size of the kept end of the local process's stderr
 _PIECE_BYTES = 256 * 1024  # size of a payload's pieces; heartbeats are answered between pieces
 
 
@@ -74,7 +75,10 @@ class HostConnection:
             thread.start()
 
     def send(self, message: Mapping[str, Any], payload: bytes = b"") -> None:
-        """Queue ``message`` as a JSON line, after ``payload`` as base64 in other lines."""
+        """Queue a message to the program, which is sent as a line of JSON.
+
+        ``payload`` is sent before the message, in lines of base64.
+        """
         self._sent.put((message, payload))
 
     def next(self, timeout_s: float | None = None) -> dict[str, Any] | None:
@@ -101,17 +105,20 @@ class HostConnection:
             self._program.wait(timeout_s)
 
     def errors(self) -> str:
-        """Return the end of the local process's stderr, complete once the process ended."""
+        """Return the last 4 KiB that the local process (ssh, srun, relay) wrote to stderr."""
         if self._program.poll() is not None:
             self._threads[0].join(_CLOSE_S)  # a process of ProxyCommand may keep the pipe open for ever
         return self._stderr.decode(errors="replace").strip()
 
-    def refusal(self) -> Refusal:
-        """Return a message for users: why the program has not answered, and what to do."""
-        return self.transport.refusal(self.host.name, self._python, self._program.poll(), self.errors())
+    def start_problem(self) -> HostProblem:
+        """Return why the program on the host has not answered, and what users can do."""
+        return self.transport.start_problem(self.host.name, self._python, self._program.poll(), self.errors())
 
     def close(self) -> None:
-        """Send ``GOODBYE``, and end the local process and the threads. Idempotent."""
+        """Tell the agent that the master ends; end the local process and the threads.
+
+        Idempotent.
+        """
         assert self._input.stdin is not None
         self._sent.put(None)
         self._input.stdin.close()
@@ -126,7 +133,10 @@ class HostConnection:
                 end.close()
 
     def abandon(self) -> None:
-        """Kill the local process (ssh, srun or relay) without sending ``GOODBYE``."""
+        """Kill the local process (ssh, srun or relay), as a network failure would.
+
+        The agent is not told that the master ends, so it kills its allocations when the lease ends.
+        """
         self._program.kill()
         self._program.wait()
 
@@ -158,11 +168,11 @@ class HostConnection:
         for line in self._program.stdout:
             if line.startswith(prefix):  # a login shell prints other lines
                 with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
-                    self._take(json.loads(line[len(prefix) :]))
+                    self._handle_line(json.loads(line[len(prefix) :]))
         self._program.wait()
         self._frames.put(None)
 
-    def _take(self, frame: dict[str, Any]) -> None:
+    def _handle_line(self, frame: dict[str, Any]) -> None:
         self.heard_s = time.monotonic()
         beat = frame.pop("beat", None)
         if beat is not None:

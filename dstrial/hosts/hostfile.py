@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)\s*")
 # Names that ssh accepts as a host and cannot mistake for an option.
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.@:%-]*[A-Za-z0-9_])?")
-_MAX_SLOTS = 65_536
+_MAX_SLOTS = 65_536  # of one host; a larger number is a typing error
 _SLOTS_KEY = "resources.slots_per_trial"
 _FILTER = "HOST[:SLOT,SLOT...][@HOST...]"
 
@@ -107,7 +107,10 @@ def _read(path: Path) -> tuple[Host, ...]:
 
 
 def _named_slots(hosts: Sequence[Host], text: str, flag: str, path: Path) -> dict[str, set[int]]:
-    """Return host name -> slots that a filter names."""
+    """Return host name -> indices of slots, for the hosts that a filter names.
+
+    ``text`` is the filter, ``flag`` and ``path`` are the names of its option and the hostfile in messages.
+    """
     by_name = {host.name: host for host in hosts}
     named: dict[str, set[int]] = {}
     problems: list[ConfigProblem] = []
@@ -168,10 +171,10 @@ def hosts_of(args: argparse.Namespace) -> tuple[Host, ...]:
 
 
 def given_slots(config: Path, overrides: Sequence[str] = ()) -> int | None:
-    """Return ``resources.slots_per_trial`` of a config; None if it is not set.
+    """Return ``resources.slots_per_trial`` of a config file; None if it is unset or 0.
 
-    ``overrides`` are ``key=value`` texts that win over the config file. If the key is not set, a run on hosts uses all their
-    slots; the config's default of 1 is for single machines.
+    ``overrides`` are texts ``key=value`` that take precedence over the file. Without a number, a run on hosts uses all their
+    slots. (The config's default of 1 is for single machines.)
     """
     for override in reversed(overrides):
         key, _, value = override.partition("=")

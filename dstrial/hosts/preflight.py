@@ -17,12 +17,11 @@ from dstrial.hosts import remote
 from dstrial.hosts.connection import HostConnection
 from dstrial.hosts.hostfile import Host
 from dstrial.hosts.transport import SshTransport, Transport
-from dstrial.ranks.devices import SHARE_VARIABLE, may_share
-from dstrial.visible_text import visible_line
+from dstrial.ranks.identity import SHARE_VARIABLE, may_share
 
-_CONNECT_MARGIN_S = 1.0
-_ANSWER_S = 5.0
-_CONNECT_S = 2.0
+_CONNECT_MARGIN_S = 1.0  # added to the transport's own timeout of a start, whose error message says more
+_ANSWER_S = 5.0  # timeout of a host's answer to a request
+_CONNECT_S = 2.0  # timeout of a TCP connection between two hosts
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -41,7 +40,7 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadyHost:
-    """A host that passed the checks."""
+    """A host that can train together with the other hosts, and its network address."""
 
     host: Host
     facts: Facts
@@ -82,7 +81,7 @@ def check_hosts(
         problems += fact_problems(
             [one.host for one in known], facts, own_versions(), environ=environ, interface=named
         )
-        places = [place_of(fact, named) for fact in facts]
+        places = [address_of(fact, named) for fact in facts]
         problems += _connectivity(known, places)
         problems += _shared_problems(known, shared_directory)
     finally:
@@ -98,13 +97,13 @@ def _facts(connection: HostConnection, give_up_at_s: float) -> Facts | HostProbl
         answer = connection.next(max(give_up_at_s - time.monotonic(), 0.1))
         if answer is not None:
             return facts_of(answer)
-    refusal = connection.refusal()
+    problem = connection.start_problem()
     connection.abandon()
-    return HostProblem(connection.host.name, visible_line(refusal.got), refusal.fix)
+    return problem
 
 
 def facts_of(answer: Mapping[str, Any]) -> Facts:
-    """Parse a host's first report."""
+    """Convert a host's first message, the result of ``remote.facts``, to ``Facts``."""
     first = [address for address in answer["reached_at"] if not address.startswith("127.")]
     pairs = [(str(name), str(address)) for name, address in answer["addresses"]]
     return Facts(
@@ -117,12 +116,15 @@ def facts_of(answer: Mapping[str, Any]) -> Facts:
 
 
 def named_interface(environ: Mapping[str, str]) -> str | None:
-    """Return the network interface named by gloo's variable; None for any or several."""
+    """Return the network interface that ``GLOO_SOCKET_IFNAME`` names.
+
+    None if the variable is unset or names several interfaces.
+    """
     named = environ.get("GLOO_SOCKET_IFNAME", "")
     return named if named and "," not in named else None
 
 
-def place_of(facts: Facts, interface: str | None) -> tuple[str, str]:
+def address_of(facts: Facts, interface: str | None) -> tuple[str, str]:
     """Return a host's (IPv4 address, interface) for connections from other hosts.
 
     An address on ``interface`` is preferred, else the first address is used. Both are "" if the host has no address.
@@ -144,10 +146,14 @@ def fact_problems(
     environ: Mapping[str, str],
     interface: str | None,
 ) -> list[HostProblem]:
-    """Return the problems that follow from ``facts``, the hosts' reports.
+    """Return problems with the hosts' versions, devices and network interfaces.
 
-    ``here`` has this machine's version of each package, which all hosts must have. All hosts must have ``interface`` unless it
-    is None.
+    Args:
+        hosts: the checked hosts.
+        facts: the report of each host.
+        here: package -> version on this machine, which all hosts must have.
+        environ: environment of the training, which may disable accelerators or let ranks share one.
+        interface: network interface that all hosts must have; None for any.
     """
     problems = []
     has_devices = environ.get("DS_ACCELERATOR") != "cpu" and any(fact.num_accelerators for fact in facts)
@@ -200,7 +206,10 @@ def _network_problems(fact: Facts, interface: str | None, *, is_alone: bool) -> 
 def _connectivity(
     connections: Sequence[HostConnection], places: Sequence[tuple[str, str]]
 ) -> list[HostProblem]:
-    """Connect each host to each other host; return the failures."""
+    """Make each host connect to each other host; return a problem per failure.
+
+    ``places`` has the (IPv4 address, interface) of each host.
+    """
 
     def listen(number: int) -> int | None:
         answer = connections[number].ask({"do": "listen", "address": places[number][0]}, _ANSWER_S)
@@ -230,7 +239,10 @@ def _connectivity(
 
 
 def _shared_problems(connections: Sequence[HostConnection], directory: Path) -> list[HostProblem]:
-    """Write a file on the first host and read it on the others; return the failures."""
+    """Check that all hosts see the same directory; return a problem per other host.
+
+    The first host writes a file, and the others read it.
+    """
     if not connections:
         return []
     first, *others = connections

@@ -26,8 +26,8 @@ PREFIX = "dstrial-host "
 PACKAGES = ("torch", "deepspeed", "dstrial")
 """Packages that must have the same version on all hosts."""
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
-_BACKLOG = 4096
-_KFD_NODES = "/sys/class/kfd/kfd/topology/nodes"
+_BACKLOG = 4096  # maximum number of other hosts that connect to a listening socket
+_KFD_NODES = "/sys/class/kfd/kfd/topology/nodes"  # processors that AMD's driver lists; GPUs have SIMD units
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any

@@ -11,7 +11,7 @@ from dstrial.hosts.hostfile import Host
 from dstrial.hosts.transport import Transport, remote_words
 from dstrial.slurm.allocation import Allocation, allocation_of, slots_of_nodes
 
-_CONNECT_S = 20.0
+_CONNECT_S = 20.0  # timeout of a step's start and of its first answer
 # Slurm's variables that srun keeps. The others, set by sbatch and salloc, would be options of srun that describe the whole job.
 _KEPT = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_JWT", "SLURM_CLUSTERS", "SLURM_DEBUG")
 
@@ -67,7 +67,7 @@ class SrunTransport(Transport):
         return ["srun", *options, *remote_words(python)]
 
     def environment(self) -> Mapping[str, str] | None:
-        """Return this process's variables without those that srun would read as options."""
+        """Return the variables for srun, without those that it would read as options."""
         return self._environ
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import abc
 import base64
-import dataclasses
 import functools
 import shlex
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dstrial.errors import HostProblem
 from dstrial.hosts import remote
+from dstrial.visible_text import visible_line
 
 BEAT_S = 1.0  # interval of heartbeats, in both directions
 SILENT_S = 5.0  # time without a heartbeat after which the master reports a host as silent
@@ -76,14 +77,6 @@ _OF_A_STEP = (
 )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Refusal:
-    """Message for users: why a host cannot be used (``got``), what to do (``fix``)."""
-
-    got: str
-    fix: str
-
-
 class Transport(abc.ABC):
     """Starts a program on a host through a local command: ssh, srun or Ray's relay.
 
@@ -113,8 +106,8 @@ class Transport(abc.ABC):
         """Return the environment of the local command; None: this process's environment."""
         return None
 
-    def refusal(self, host: str, python: str, exit_code: int | None, errors: str) -> Refusal:
-        """Return why a program on a host has not answered, and a fix.
+    def start_problem(self, host: str, python: str, exit_code: int | None, errors: str) -> HostProblem:
+        """Return why a program on a host has not answered, and what users can do.
 
         ``exit_code`` (None while running) and ``errors`` (stderr) are the local command's.
         """
@@ -131,7 +124,7 @@ class Transport(abc.ABC):
                 rows, (f"{self.other_error[0]} (exit code {exit_code}): {{line}}", self.other_error[1])
             )
         fields = {"host": host, "python": python, "job": self.job, "line": line or "nothing was printed"}
-        return Refusal(got.format(**fields), fix.format(**fields))
+        return HostProblem(host, visible_line(got.format(**fields)), fix.format(**fields))
 
 
 @functools.cache

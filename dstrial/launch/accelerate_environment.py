@@ -32,7 +32,7 @@ MIXED_PRECISION = "ACCELERATE_MIXED_PRECISION"
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 """Environment variable with the accumulation steps of ``accelerator.accumulate``."""
 
-_FILE_NAME = "deepspeed_config.json"
+_FILE_NAME = "deepspeed_config.json"  # of the effective DeepSpeed config
 
 
 def accelerate_variables(

@@ -231,7 +231,10 @@ def is_watchdog_abort(signal_name: str | None, stderr_text: str) -> bool:
 
 
 def is_peer_error(error_text: str) -> bool:
-    """Return whether a message (no traceback) only reports that a peer has exited."""
+    """Return whether an error's message only reports that another rank has exited.
+
+    ``error_text`` must have no traceback, whose source lines could contain the same phrases.
+    """
     lowered = error_text.lower()
     return any(phrase in lowered for phrase in _PEER_ERROR_PHRASES)
 

@@ -47,13 +47,13 @@ from dstrial.scratch import compile_cache, scratch_directory
 
 logger = logging.getLogger("dstrial.launch")
 
-_POLL_S = 0.05
+_POLL_S = 0.05  # interval of checks for signals to send and ended ranks
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """The position of this launcher among the launchers of a job on several machines.
+    """This launcher's index among a job's launchers, with their ranks and rendezvous.
 
     Attributes:
         ranks_by_node: number of ranks that each launcher starts, by ``node_rank``.
@@ -280,7 +280,10 @@ class _Ranks:
             logger.warning("stall detection is disabled: cannot create %s: %s", self._heartbeats, error)
 
     def watched(self) -> WatchedRanks | None:
-        """Return the input of stall detection; None if ranks write no heartbeats."""
+        """Return the heartbeats and stack files that ``StallWatch`` reads.
+
+        None if the heartbeat file could not be created.
+        """
         if self._beats is None:
             return None
         ranks = {one.local_rank: one.rank for one in self.processes}

@@ -13,6 +13,7 @@ from typing import Any
 from dstrial.engine.host_memory import available_bytes
 from dstrial.visible_text import size_text
 
+# Parts of messages of out-of-memory errors, in lower case.
 _PHRASES = (
     "can't allocate memory",  # torch 2.13 c10/core/impl/alloc_cpu.cpp
     "cannot allocate memory",

@@ -12,9 +12,9 @@ from typing import Literal
 Stream = Literal["stdout", "stderr"]
 OnLine = Callable[[int, Stream, str], None]
 
-_POLL_S = 0.05
-_CHUNK_BYTES = 1 << 16
-_LONGEST_LINE_BYTES = 1 << 20
+_POLL_S = 0.05  # interval of reads
+_CHUNK_BYTES = 1 << 16  # size of one read
+_LONGEST_LINE_BYTES = 1 << 20  # longer lines are split
 
 
 class LineReader:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import io
 import os
 import runpy
@@ -22,6 +21,7 @@ from typing import Any
 
 from dstrial import collector
 from dstrial.errors import ConfigError, LaunchError, TrialImportError
+from dstrial.fork_server.fork import PR_SET_PDEATHSIG, prctl
 from dstrial.launch.failures import keep_whole_traceback, record_exception
 from dstrial.launch.memory_shortage import memory_advice
 from dstrial.launch.tracebacks import MAX_SHOWN_CHARS, short_traceback, whole_traceback
@@ -35,7 +35,6 @@ from dstrial.ranks.stop_signals import LAUNCHED_VARIABLE, LAUNCHER_PID_VARIABLE
 from dstrial.visible_text import cut_text
 
 _MODULE = "dstrial.launch.rank_main"
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # torch 2.13 deprecates these functions, which ZeRO of DeepSpeed 0.19 calls; users can change neither.
 _COLLECTIVES_BY_OLD_NAME = ("all_gather_into_tensor", "reduce_scatter_tensor")
 
@@ -52,8 +51,8 @@ def trial_command(
 ) -> list[str]:
     """Return the command line for one rank of the trial ``module:Class``.
 
-    ``config`` is None on a cluster, which provides the config. ``overrides`` are texts ``key=value``. ``resume`` is a
-    checkpoint or run.
+    ``config`` is None on a cluster, which provides the config. ``overrides`` are texts ``key=value`` that take precedence over
+    the config. ``resume`` names the checkpoint or run from which to resume.
     """
     command = [sys.executable, "-m", _MODULE, "--trial", trial, "--context-dir", str(context_dir.resolve())]
     if config is not None:
@@ -261,7 +260,7 @@ def _end_with_launcher() -> None:
     if launcher_pid is None or not sys.platform.startswith("linux"):
         return
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(launcher_pid):
         os.kill(os.getpid(), signal.SIGKILL)
 

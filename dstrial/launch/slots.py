@@ -26,11 +26,12 @@ _CLUSTER_PORT_VARIABLE = "C10D_PORT"
 _CLUSTER_PORT = 29400
 _CLUSTER_VARIABLES = ("DET_ALLOCATION_ID", "DET_CLUSTER_ID", "DET_TRIAL_ID")
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE")
+# Files in /dev of accelerators' drivers; without any of them, torch is not imported to count accelerators.
 _DEVICE_FILES = ("nvidia*", "kfd", "dri/renderD*", "accel*", "davinci*", "hl[0-9]*", "xpu*", "neuron*", "dxg")
 
 
 def slots_argument(text: str) -> int:
-    """Parse ``--slots``; for ``type=`` of an ``argparse`` argument."""
+    """Convert the value of ``--slots`` to an integer, as ``type=`` of argparse."""
     try:
         value = int(text)
     except ValueError:
@@ -84,7 +85,7 @@ def cluster_info() -> ClusterInfo | None:
 
 
 def cluster_placement(info: ClusterInfo) -> Placement:
-    """Return this container's placement among the containers of its trial."""
+    """Return this container's index among its trial's containers, with their ranks."""
     from dstrial.launch.local_ranks import Placement
 
     addresses = info.container_addrs
@@ -103,9 +104,9 @@ class SlurmStep:
     per node, each launcher starts one rank, and Slurm determines the number and placement of ranks.
     """
 
-    task: RankIdentity
-    num_ranks: int
-    num_ranks_of_all: int
+    task: RankIdentity  # the launcher's number among the step's tasks, and the step's first node
+    num_ranks: int  # number of ranks that this launcher starts
+    num_ranks_of_all: int  # number of ranks that all launchers of the step start
 
     @property
     def has_rank_per_task(self) -> bool:
@@ -128,7 +129,7 @@ class SlurmStep:
         }
 
     def placement(self) -> Placement:
-        """Return the placement of this launcher among the step's launchers."""
+        """Return this launcher's index among the step's launchers, with their ranks."""
         from dstrial.launch.local_ranks import Placement
 
         task = self.task

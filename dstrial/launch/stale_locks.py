@@ -27,18 +27,17 @@ _MIN_AGE_ON_NETWORK_S = 1800.0
 _LOCAL_FILE_SYSTEMS = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
 
 
-def remove_stale_locks(root: Path | None = None) -> list[Path]:
+def remove_stale_locks(root: Path) -> list[Path]:
     """Remove and log stale locks of extension builds; return their paths.
 
     A lock is stale if no process has the file open, also 2 seconds later. On a network file system it must also be older than
-    30 minutes. ``root`` defaults to the directory of torch's compiled extensions. Linux only.
+    30 minutes. ``root`` is the directory of torch's compiled extensions. Linux only.
     """
-    folder = root or extensions_root()
-    suspects = _unheld_locks(folder)
+    suspects = _unheld_locks(root)
     if not suspects:
         return []
     time.sleep(_RECHECK_DELAY_S)
-    stale = [lock for lock, status in _unheld_locks(folder).items() if suspects.get(lock) == status]
+    stale = [lock for lock, status in _unheld_locks(root).items() if suspects.get(lock) == status]
     return [lock for lock in stale if _remove(lock)]
 
 
@@ -62,11 +61,14 @@ def _unheld_locks(folder: Path) -> dict[Path, tuple[int, int, int]]:
     return found
 
 
-def running_builds(root: Path | None = None) -> list[tuple[Path, float]]:
-    """Return (folder, start in epoch seconds) of running builds, the oldest first."""
+def running_builds(root: Path) -> list[tuple[Path, float]]:
+    """Return (folder, start in epoch seconds) of running builds, the oldest first.
+
+    ``root`` is the directory of torch's compiled extensions.
+    """
     found = []
     with contextlib.suppress(OSError):
-        for lock in _locks(root or extensions_root()):
+        for lock in _locks(root):
             with contextlib.suppress(OSError):
                 found.append((lock.parent, lock.stat().st_mtime))
     return sorted(found, key=lambda build: build[1])

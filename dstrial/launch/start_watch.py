@@ -14,7 +14,7 @@ from dstrial.launch.stale_locks import extensions_root, remove_stale_locks, runn
 from dstrial.launch.watches import StatusFile, polling
 from dstrial.ranks.startup_phase import TRAINING, read_phase
 
-STARTING_NAME = "starting.json"
+STARTING_NAME = "starting.json"  # file in the allocation's directory with the current startup phase
 _START_POLL_S = 0.5
 # A new phase is logged if no line was logged for this time, so that several short phases make no long silence.
 _SILENCE_S = 4.0
@@ -58,7 +58,10 @@ def oldest_phase(phases: Sequence[tuple[str, float] | None], began_s: float) -> 
 
 
 def build_detail(folder: Path, since_s: float) -> str:
-    """Return what the log says of a build once: since when, for whom, and what to do."""
+    """Return a text on a running build of an extension: its start, how to avoid it.
+
+    ``folder`` is the extension's directory, ``since_s`` the start of the build in epoch seconds.
+    """
     clock = time.strftime("%H:%M:%S", time.localtime(since_s))
     without = WITHOUT_OPERATOR.get(folder.name)
     way = f"To do without, {without}; to compile before" if without else "To compile before"

@@ -18,7 +18,7 @@ import sys
 
 from dstrial.ranks.sockets import rendezvous_socket
 
-_TIMEOUT = datetime.timedelta(seconds=900)
+_TIMEOUT = datetime.timedelta(seconds=900)  # timeout of operations on the store
 
 
 class StoreProcess:

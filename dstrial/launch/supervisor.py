@@ -31,10 +31,9 @@ from dstrial.launch.memory_shortage import killed_text, oom_kills
 from dstrial.launch.output import tail
 
 _FAILURE_GRACE_S = 10.0  # from the first failure until the other ranks are killed
-_PEER_EXIT_GRACE_S = (
-    2.0  # after a failure, ranks have this time to notice the lost peer and exit, before SIGTERM
-)
-
+# Time after the first failure in which the other ranks may notice the lost peer and exit, before they get SIGTERM.
+_PEER_EXIT_GRACE_S = 2.0
+# Part of the command line of Python's resource tracker.
 _TRACKER = b"from multiprocessing.resource_tracker import main;main("
 # A resource tracker may still be starting when its process is killed.
 _TRACKER_TIMEOUT_S = 5.0

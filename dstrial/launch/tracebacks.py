@@ -22,8 +22,8 @@ _MAX_WHOLE_CHARS = 1 << 20
 _OURS = str(Path(dstrial.__file__).parent)
 _STANDARD_LIBRARY = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
-_MAX_USER_FRAMES = 16
-_INNERMOST = 2
+_MAX_USER_FRAMES = 16  # of a traceback with more frames of user code, the first and last 8 are shown
+_INNERMOST = 2  # number of innermost frames that are shown of a traceback without user code
 _BECAUSE = "The above exception was the direct cause of the following exception:"
 _MEANWHILE = "During handling of the above exception, another exception occurred:"
 # torch 2.13 torch/_utils.py, ExceptionWrapper: the form of an exception from a DataLoader's worker or pinning thread.

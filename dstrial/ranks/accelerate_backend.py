@@ -17,7 +17,7 @@ from dstrial import harness_paths
 
 _MODULE = "accelerate.state"
 _USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
-_MARK = "shows_cpu_ranks"
+_MARK = "shows_cpu_ranks"  # attribute of the patched function
 
 
 def show_ranks_to_accelerate() -> None:
@@ -74,7 +74,10 @@ def _is_deepspeed_on_cpu() -> bool:
 
 
 def _bring_up_ranks() -> None:
-    """Create the gloo process group; compile no DeepSpeed collectives. Ranks: all."""
+    """Create this job's gloo process group, or let DeepSpeed use the user's.
+
+    Ranks: all, collectively.
+    """
     import deepspeed
     import torch.distributed
 

@@ -98,7 +98,10 @@ class GroupChannel:
             )
 
     def allgather_identities(self, identity: RankIdentity) -> list[RankIdentity]:
-        """Return the identities of all ranks, by rank; needs no key for message tags."""
+        """Return the identities of all ranks, by rank.
+
+        The identities are exchanged as JSON, which may be read before the ranks have a key for message tags.
+        """
         payload = json.dumps(dataclasses.asdict(identity)).encode()
         messages = self._finish(self._begin(_START, payload, self._ranks))
         return [RankIdentity(**json.loads(bytes(message))) for message in messages]

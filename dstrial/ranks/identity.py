@@ -1,4 +1,4 @@
-"""Find this process's rank, world size and rendezvous in the environment.
+"""Find this process's rank, rendezvous and device, without importing torch.
 
 Launchers' variables are tried in a fixed order: torchrun, DeepSpeed's launcher (both also under Determined's launch layers),
 Slurm's ``srun``, then Open MPI's ``mpirun``. If none are set, the process is a single rank.
@@ -11,8 +11,8 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Literal, NoReturn
 
-from dstrial.errors import RankIdentityError
-from dstrial.slurm.allocation import expand_nodes
+from dstrial.errors import RankError, RankIdentityError
+from dstrial.slurm.allocation import FIRST_OWN_STEP, expand_nodes
 
 Launcher = Literal["torchrun", "deepspeed", "slurm", "openmpi", "none"]
 
@@ -21,14 +21,13 @@ LOOPBACK_ADDR = "127.0.0.1"
 DEVICE_VARIABLE = "DSTRIAL_LOCAL_RANK"
 """Environment variable with the original ``LOCAL_RANK``, which ``init_process_group`` replaces by the rank's device index."""
 
+SHARE_VARIABLE = "DSTRIAL_SHARE_DEVICE"
+"""Environment variable: ``1`` allows several ranks on one accelerator, over gloo, for tests and small experiments."""
+
 # Below Linux's default ephemeral range (32768-60999), so that no outgoing connection takes the port
 # before rank 0 binds it. The default ports 29400 (torchrun) and 29500 (torch, DeepSpeed) are excluded.
 _FIRST_DERIVED_PORT = 15_000
 _NUM_DERIVED_PORTS = 14_000
-
-# Slurm's internal steps (batch script, interactive shell, extern) have ids from this one up. Such a step is
-# one process, whatever SLURM_NTASKS says (slurm.h, SLURM_MAX_NORMAL_STEP_ID).
-_SLURM_FIRST_RESERVED_STEP_ID = 0xFFFFFFF0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,6 +117,48 @@ def device_variable(identity: RankIdentity, device_idx: int) -> str:
     return f"{identity.rank}:{device_idx}:{identity.local_rank}"
 
 
+def may_share(environ: Mapping[str, str]) -> bool:
+    """Return whether ``DSTRIAL_SHARE_DEVICE`` allows ranks to share an accelerator."""
+    text = environ.get(SHARE_VARIABLE, "")
+    if text not in ("", "0", "1"):
+        raise RankError(
+            f"{SHARE_VARIABLE} is {text!r}; expected 0 or 1. Set it to 1 to let several ranks share a device."
+        )
+    return text == "1"
+
+
+def is_shared(identity: RankIdentity, num_devices: int, *, may_share: bool) -> bool:
+    """Return whether ranks share an accelerator; the result is equal on all ranks.
+
+    ``num_devices`` is the number of this machine's accelerators. On several machines the result is ``may_share``, because a
+    rank does not know the devices of other machines.
+    """
+    return (
+        may_share
+        and identity.world_size > 1
+        and (identity.num_nodes > 1 or identity.local_world_size > num_devices)
+    )
+
+
+def device_index(identity: RankIdentity, num_devices: int, kind: str, *, may_share: bool) -> int:
+    """Return the index of this rank's accelerator among the visible accelerators.
+
+    Raises:
+        RankError: the machine has more ranks than accelerators (of ``kind``), and ``may_share`` is false.
+    """
+    if num_devices and may_share:
+        return identity.local_rank % num_devices
+    # Some launchers make only one accelerator visible to each rank, with index 0.
+    index = 0 if num_devices == 1 and identity.local_world_size > 1 else identity.local_rank
+    if index >= num_devices:
+        raise RankError(
+            f"local rank is {identity.local_rank} on a machine with {num_devices} {kind} devices; "
+            f"expected at most one rank per device. Start {num_devices} ranks here, set DS_ACCELERATOR=cpu, or set "
+            f"{SHARE_VARIABLE}=1 to let ranks share a device."
+        )
+    return index
+
+
 def _local_rank_before(view: _EnvView, rank: int) -> int | None:
     text = view.text(DEVICE_VARIABLE) or ""
     prefix = f"{rank}:{view.text('LOCAL_RANK')}:"
@@ -197,7 +238,7 @@ def _from_explicit_variables(view: _EnvView) -> RankIdentity:
 def _from_slurm(view: _EnvView) -> RankIdentity | None:
     if not (view.has("SLURM_PROCID") and view.has("SLURM_STEP_ID")):
         return None
-    if view.integer("SLURM_STEP_ID") % 2**32 >= _SLURM_FIRST_RESERVED_STEP_ID:
+    if view.integer("SLURM_STEP_ID") % 2**32 >= FIRST_OWN_STEP:
         return None
     num_nodes = view.first_integer("SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=1)
     world_size = view.first_integer("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")

@@ -32,7 +32,7 @@ TAG_BYTES = 32
 # The allocation's session token, equal in all containers of the allocation and unknown outside (Determined 0.38.1,
 # master/internal/task: StartAllocationSession once per allocation).
 _CLUSTER_VARIABLE = "DET_SESSION_TOKEN"
-_KEY_NAME = "dstrial-key-"
+_KEY_NAME = "dstrial-key-"  # prefix of key files' names
 _KEY_BYTES = 32
 
 

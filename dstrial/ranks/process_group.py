@@ -20,8 +20,15 @@ from dstrial.engine.deepspeed_internals import process
 from dstrial.errors import RankError, RankTimeoutError
 from dstrial.fork_server import NVML_CHECK_VARIABLE
 from dstrial.ranks.channel import TIMEOUT_VARIABLE
-from dstrial.ranks.devices import SHARE_VARIABLE, device_index, is_shared, may_share
-from dstrial.ranks.identity import DEVICE_VARIABLE, RankIdentity, device_variable
+from dstrial.ranks.identity import (
+    DEVICE_VARIABLE,
+    SHARE_VARIABLE,
+    RankIdentity,
+    device_index,
+    device_variable,
+    is_shared,
+    may_share,
+)
 from dstrial.ranks.rendezvous_store import as_init_method, open_store
 from dstrial.ranks.sockets import free_port, loopback_only, raise_file_limit
 
@@ -30,8 +37,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dstrial.ranks")
 
-_DEFAULT_TIMEOUT = "_get_default_timeout"
+_DEFAULT_TIMEOUT = "_get_default_timeout"  # torch's function that returns the default timeout of a new group
 MANUAL_INIT_VARIABLE = "DET_MANUAL_INIT_DISTRIBUTED"
+"""Environment variable of Determined: if it is set, user code creates the process group."""
 
 # Accelerators that DeepSpeed detects by a plug-in module instead of torch.accelerator.
 _ACCELERATOR_PLUGINS = (

@@ -26,12 +26,13 @@ from dstrial.ranks.identity import LOOPBACK_ADDR, RankIdentity
 from dstrial.ranks.job_secret import private_path
 from dstrial.ranks.sockets import rendezvous_socket
 
-_SCHEME = "dstrial"
-_POLL_S = 0.01
+_SCHEME = "dstrial"  # of the URLs that ``as_init_method`` returns
+_POLL_S = 0.01  # interval of checks whether all ranks have connected
 # torch's type stubs do not export its stores.
 _stores = vars(torch.distributed)
 
 _group_numbers = itertools.count()
+# (store, rank, world size) by the number in the URL of ``as_init_method``, until the URL is used.
 _opened: dict[str, tuple[Any, int, int]] = {}
 # Stores are served until the process exits, because other ranks may use them after this rank has left its group.
 _served: dict[tuple[str, int], Any] = {}
@@ -119,15 +120,10 @@ def _tcp_store(identity: RankIdentity, timeout_s: float) -> Any:
             addr = LOOPBACK_ADDR
         if identity.rank == 0:
             if (addr, port) not in _served:
-                _served[addr, port] = serve_store(addr, port, timeout)
+                with rendezvous_socket(addr, port) as listener:
+                    _served[addr, port] = serve_store_on(listener, addr, timeout)
             return _served[addr, port]
     return tcp_store(addr, port, is_master=False, timeout=timeout, wait_for_workers=False)
-
-
-def serve_store(addr: str, port: int, timeout: datetime.timedelta) -> Any:
-    """Return a ``TCPStore`` that this process serves at ``addr:port``."""
-    with rendezvous_socket(addr, port) as listener:
-        return serve_store_on(listener, addr, timeout)
 
 
 def serve_store_on(listener: socket.socket, addr: str, timeout: datetime.timedelta) -> Any:

@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from dstrial.errors import RankError
 from dstrial.ranks.identity import LOOPBACK_ADDR
 
-_BACKLOG = 1024
+_BACKLOG = (
+    1024  # limit of connections that are not accepted yet; ranks connect before the server has imported torch
+)
 # Below Linux's default ephemeral range (32768-60999), so that no outgoing connection takes the port before the listener
 # binds it, which may be seconds later, after importing torch.
 _PORTS = range(20_000, 29_000)

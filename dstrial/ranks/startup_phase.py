@@ -14,6 +14,7 @@ PHASE_FILE_VARIABLE = "DSTRIAL_PHASE_FILE"
 """Environment variable with the file to which a rank writes its startup phase."""
 
 FIRST_BATCH = "training the first batch"
+"""The phase before ``TRAINING``; DeepSpeed may still compile extensions in it."""
 
 TRAINING = "training"
 """The last phase, in which batches are trained and builds of extensions no longer block this rank."""

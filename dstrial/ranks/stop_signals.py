@@ -11,7 +11,9 @@ from types import FrameType, TracebackType
 from typing import Any
 
 LAUNCHED_VARIABLE = "DSTRIAL_LAUNCHED"
+"""Environment variable: 1 if dstrial's launcher has started this rank."""
 LAUNCHER_PID_VARIABLE = "DSTRIAL_LAUNCHER_PID"
+"""Environment variable with the launcher's process id; a rank ends when that process has ended."""
 
 
 class StopSignals:

@@ -132,7 +132,10 @@ class Bridge:
 
 
 def _serve(bridge: Bridge, connection: socket.socket) -> None:
-    """Respond to a client's request; serve a relay until it or its program ends."""
+    """Read a client's request from a connection, and send the response.
+
+    For a request to start a program, forward the program's input and output until the program or the client ends.
+    """
     with connection, contextlib.suppress(OSError), connection.makefile("rb", buffering=0) as lines:
         request = json.loads(lines.readline())
         if request["do"] == "start":

@@ -14,13 +14,10 @@ import sys
 import threading
 
 EXIT_CODE_OF_CONNECTION = 255  # if the connection fails and the program's is unknown, as with ssh
-OUT, ERR, CODE = (
-    b"o",
-    b"e",
-    b"x",
-)  # kinds of frames from the bridge: one byte for the kind, four for the length, then the data
-HEAD_BYTES = 5
-_READ_BYTES = 1 << 16
+# Kinds of frames from the bridge: stdout, stderr, exit code. A frame is a byte for the kind, four for the length, and the data.
+OUT, ERR, CODE = b"o", b"e", b"x"
+HEAD_BYTES = 5  # kind and length
+_READ_BYTES = 1 << 16  # size of one read of stdin
 
 
 def framed(kind: bytes, data: bytes) -> bytes:

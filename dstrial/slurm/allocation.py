@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 
 from dstrial.errors import LaunchError
 
-# Lowest id of the steps that Slurm itself creates (slurm.h: SLURM_MAX_NORMAL_STEP_ID).
-_FIRST_OWN_STEP = 0xFFFFFFF0
+# Lowest id of the steps that Slurm itself creates (batch script, interactive shell, extern). Such a step is one process,
+# whatever SLURM_NTASKS says (slurm.h: SLURM_MAX_NORMAL_STEP_ID).
+FIRST_OWN_STEP = 0xFFFFFFF0
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _MAX_NAMES = 65_536  # MAX_RANGE of Slurm's own parser (src/common/hostlist.c)
@@ -43,7 +44,7 @@ def allocation_of(environ: Mapping[str, str]) -> Allocation | None:
         return None
     num_tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
     step = environ.get("SLURM_STEP_ID", "")
-    if step.isdecimal() and int(step) < _FIRST_OWN_STEP and num_tasks not in ("", "1"):
+    if step.isdecimal() and int(step) < FIRST_OWN_STEP and num_tasks not in ("", "1"):
         raise LaunchError(
             f"this is one of {num_tasks} tasks of srun; expected one command for the whole allocation, which starts the ranks "
             "on all nodes by itself. Leave srun out."

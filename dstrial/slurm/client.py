@@ -64,7 +64,7 @@ _UNREACHABLE = (
     "zero bytes were transmitted",
     "slurm backup controller in standby",
 )
-_IMPOSSIBLE = "node configuration is not available"
+_IMPOSSIBLE = "node configuration is not available"  # rejects the job, even if --test-only exits with 0
 # Rejections because no nodes, or too few nodes, have the resources that a job requests.
 _NODES_MISSING = (
     _IMPOSSIBLE,
@@ -81,6 +81,7 @@ _TEMPORARY = (
     "requested nodes are busy",
     "temporarily unable",
 )
+# Such a rejection is permanent only if the message also names a limit on the job itself.
 _POLICY = "violates accounting/qos policy"
 # Name of the limit in such a message: one on the job itself, not on the number of queued jobs (QOSMaxSubmitJobPerUserLimit).
 _NAMED_LIMIT = re.compile(r"\b(?:qos|assoc)(?:max|grp|min)(?!\w*submitjob)\w+")
@@ -97,16 +98,13 @@ def require_slurm(*names: str, or_else: str = "leave --slurm out to train here")
         )
 
 
-def run_slurm(
-    words: Sequence[str], *, cwd: Path | None = None, timeout_s: float = _TIMEOUT_S
-) -> tuple[int, str, str]:
+def run_slurm(words: Sequence[str], *, timeout_s: float = _TIMEOUT_S) -> tuple[int, str, str]:
     """Run a Slurm command; return exit code (124: timeout), stdout and stderr."""
     environ = {**os.environ, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
     environ.pop("SBATCH_CLUSTERS", None)  # squeue and scancel would look for the job elsewhere
     try:
         done = subprocess.run(
             words,
-            cwd=cwd,
             env=environ,
             timeout=timeout_s,
             stdin=subprocess.DEVNULL,
@@ -136,9 +134,9 @@ def submit(script: Path) -> int:
     return int(number)
 
 
-def lacks_nodes(said: str) -> bool:
-    """Return whether sbatch's message ``said`` means that no nodes fit the job."""
-    return any(words in said.lower() for words in _NODES_MISSING)
+def lacks_nodes(message: str) -> bool:
+    """Return whether sbatch's error message means that no nodes fit the job."""
+    return any(words in message.lower() for words in _NODES_MISSING)
 
 
 def test(script: Path) -> None:
@@ -160,7 +158,7 @@ def rejection_of(script: Path) -> tuple[str, str] | None:
     """
     code, text = _test(script, _CHECK_S)
     if code < 0 or code == 127 or (code and is_away(text)):
-        raise ConnectionError(away_reason(text, "sbatch", code))
+        raise ConnectionError(failure_reason(text, "sbatch", code))
     if not is_refusal(code, text):
         return None
     return f"sbatch says: {one_line(text)}", fix_for(text) or "Correct it, or ask who runs the cluster."
@@ -171,33 +169,36 @@ def _test(script: Path, timeout_s: float) -> tuple[int, str]:
     return code, errors or output
 
 
-def is_refusal(code: int, said: str) -> bool:
+def is_refusal(code: int, message: str) -> bool:
     """Return whether ``sbatch --test-only`` has rejected a job permanently."""
-    words = said.lower()
+    words = message.lower()
     is_temporary = any(one in words for one in _TEMPORARY) or (
         _POLICY in words and _NAMED_LIMIT.search(words) is None
     )
     return (code != 0 or _IMPOSSIBLE in words) and not is_temporary
 
 
-def is_away(said: str) -> bool:
+def is_away(message: str) -> bool:
     """Return whether a message means that Slurm is unreachable."""
-    return any(words in said.lower() for words in _UNREACHABLE)
+    return any(words in message.lower() for words in _UNREACHABLE)
 
 
-def away_reason(said: str, command: str, code: int) -> str:
+def failure_reason(message: str, command: str, code: int) -> str:
     """Return why a Slurm command has failed, as one line for an error message.
 
-    The line has the command's output ``said`` or, if ``said`` is empty, its exit code.
+    The line has the command's output ``message`` or, if ``message`` is empty, its exit code.
     """
-    lines = [re.sub(r"^\w+: (error: )?", "", line.strip()) for line in said.splitlines() if line.strip()]
+    lines = [re.sub(r"^\w+: (error: )?", "", line.strip()) for line in message.splitlines() if line.strip()]
     return f"{command} says: {'; '.join(lines)}" if lines else f"{command} ended with {code}"
 
 
 def refused(errors: str, script: str) -> str:
-    """Return an error message, with a fix, from sbatch's rejection of a script."""
-    said = one_line(errors)
-    return f"Slurm rejects the job; sbatch says: {said}. {fix_for(said) or f'Look at {script}.'}"
+    """Return an error message for users from sbatch's output on a rejected script.
+
+    ``errors`` is the output. ``script`` is the path of the script, which the message names if there is no known fix.
+    """
+    message = one_line(errors)
+    return f"Slurm rejects the job; sbatch says: {message}. {fix_for(message) or f'Look at {script}.'}"
 
 
 def one_line(errors: str) -> str:
@@ -206,9 +207,9 @@ def one_line(errors: str) -> str:
     return "; ".join(re.sub(r"^(sbatch: )?(error: )?", "", line) for line in lines) or "nothing"
 
 
-def fix_for(said: str) -> str | None:
+def fix_for(message: str) -> str | None:
     """Return how a user can fix an error that sbatch reports; None if unknown."""
-    return next((fix for words, fix in _FIXES if words in said.lower()), None)
+    return next((fix for words, fix in _FIXES if words in message.lower()), None)
 
 
 def job_of(job_id: int) -> Job | None:

@@ -22,7 +22,7 @@ _FIELDS = ("JobID", "State", "Reason", "PreemptTime", "TimeLeft", "TimeLimit", "
 # Commands whose output `parse_queue` and `parse_nodes` read. A job's name may contain any character, so it is the last field.
 SQUEUE = ("squeue", "--noheader", "--me", "--states=all", "-O", ",".join(f"{name}:|" for name in _FIELDS))
 SINFO = ("sinfo", "--noheader", "--Node", "--exact", "-o", "%N|%T|%c|%G")
-_NONE = ("", "None", "Unknown", "N/A", "(null)")
+_NONE = ("", "None", "Unknown", "N/A", "(null)")  # Slurm's texts for a missing value
 # States of a job without nodes, or that will start again.
 _WAITING_STATES = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "REQUEUE_FED", "CONFIGURING")
 _RUNNING_STATES = ("RUNNING", "RESIZING", "SUSPENDED", "STOPPED")
@@ -113,7 +113,7 @@ def parse_job(text: str) -> Job | None:
 
 
 def parse_queue(text: str) -> list[Job]:
-    """Parse the output of the command ``SQUEUE`` to jobs."""
+    """Return the jobs in the output of the command ``SQUEUE``."""
     jobs = []
     for line in text.splitlines():
         words = line.strip().removesuffix("|").split("|", len(_FIELDS) - 1)

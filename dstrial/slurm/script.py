@@ -10,18 +10,16 @@ from typing import Any
 
 from dstrial.errors import ConfigError, ConfigProblem
 
-LOG_NAME = "slurm.log"
-SCRIPT_NAME = "sbatch.sh"
+LOG_NAME = "slurm.log"  # file in a run's directory with the output of its Slurm job
+SCRIPT_NAME = "sbatch.sh"  # file in a run's directory: the batch script
 NODES_SUFFIX = ".nodes"  # suffix of the file into which a job that holds nodes writes their names
 CANCELLED_SUFFIX = ".cancelled"  # suffix of the file that the master creates before it cancels such a job
 ALIVE_NAME = "alive"  # file that a running master touches
-MASTER_TIMEOUT_MINUTES = 60  # such a job ends if its master has not run for this time
+MASTER_TIMEOUT_MINUTES = 60  # time without a running master after which a job that holds nodes for it ends
 NOTICE_S = (30, 120)  # range of the notice before a time limit; Slurm may signal up to a minute earlier
-CLUSTER_OPTIONS = (
-    "--clusters",
-    "--cluster",
-    "-M",
-)  # submit a job to another cluster, which the other commands do not query
+# Options that submit a job to another cluster, which the other commands do not query.
+CLUSTER_OPTIONS = ("--clusters", "--cluster", "-M")
+# Options that request devices.
 _DEVICES = (
     "--gres",
     "--gpus",
@@ -31,6 +29,7 @@ _DEVICES = (
     "--gpus-per-socket",
     "--tres-per-task",
 )
+# Options that request tasks or nodes.
 _SIZES = ("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--exclusive")
 
 

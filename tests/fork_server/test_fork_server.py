@@ -161,21 +161,6 @@ def test_dead_or_stopped_server_falls_back_with_reason(
     )
 
 
-def test_fork_without_recorded_pid_never_starts(server: ForkServer, tmp_path: Path) -> None:
-    script = _script(tmp_path, "open('began', 'w')")
-    pids: list[int] = []
-
-    def fail(pid: int) -> None:
-        pids.append(pid)
-        raise OSError("no room")
-
-    with pytest.raises(OSError, match="no room"):
-        ForkedPopen(server, [sys.executable, script], env=_VARIABLES, known=fail, cwd=tmp_path)
-
-    os.waitpid(pids[0], 0)
-    assert not (tmp_path / "began").exists()
-
-
 def test_server_with_thread_or_cuda_refuses_forks(tmp_path: Path) -> None:
     loaded = Path("/proc/self/maps").read_text(encoding="utf-8").split()
     shutil.copy(next(word for word in loaded if word.endswith("/libm.so.6")), tmp_path / "libcuda.so.1")

@@ -15,12 +15,12 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_for
 
 _NETWORK = "10.77.0"
 _READY_S = 10.0
@@ -109,19 +109,10 @@ class Machine:
         script = _INIT.format(
             name=self.name, keys=self._keys, sshd=_SSHD, config=config, log=self._root / "sshd.log"
         )
-        kinds = [
-            "--pid",
-            "--fork",
-            "--kill-child",
-            "--mount",
-            "--uts",
-            "--ipc",
-            "--mount-proc",
-            "--propagation",
-            "private",
-        ]
+        options = ("--pid", "--mount", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc")
+        words = ["ip", "netns", "exec", self._namespace, "unshare", *options, "--propagation=private"]
         self._process = subprocess.Popen(
-            ["ip", "netns", "exec", self._namespace, "unshare", *kinds, "bash", "-ec", script],
+            [*words, "bash", "-ec", script],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -143,19 +134,8 @@ class Machine:
 
     def words(self, command: Sequence[str], cwd: str | os.PathLike[str] | None = None) -> list[str]:
         where = os.fspath(cwd) if cwd is not None else str(Path.cwd())
-        return [
-            "nsenter",
-            "-t",
-            str(self._init_pid),
-            "-n",
-            "-u",
-            "-p",
-            "-m",
-            "-i",
-            f"--wdns={where}",
-            "--",
-            *command,
-        ]
+        kinds = ("-n", "-u", "-p", "-m", "-i")
+        return ["nsenter", "-t", str(self._init_pid), *kinds, f"--wdns={where}", "--", *command]
 
     def popen(
         self, command: Sequence[str], *, cwd: str | os.PathLike[str] | None = None, **options: Any
@@ -227,7 +207,7 @@ class Machine:
     def stop_sshd(self) -> None:
         pid = int((self._root / "sshd.pid").read_text())
         self.signal(pid, signal.SIGTERM)
-        _wait_for(lambda: not _answers_ssh(self), f"sshd of {self.name} still listens")
+        wait_for(lambda: not _answers_ssh(self), f"sshd of {self.name} still listens", deadline_s=_READY_S)
 
     def kill_sshd(self) -> None:
         """Kill the sshd listener and the sshd of every connection."""
@@ -275,7 +255,8 @@ class Machines:
             for machine in self.all:
                 machine.boot()
             for machine in self.all:
-                _wait_for(lambda one=machine: _answers_ssh(one), f"sshd of {machine.name} does not listen")  # type: ignore[misc]
+                problem = f"sshd of {machine.name} does not listen"
+                wait_for(functools.partial(_answers_ssh, machine), problem, deadline_s=_READY_S)
         except BaseException:
             self.close()
             raise
@@ -319,13 +300,6 @@ def machines(num: int) -> Iterator[Machines]:
 def _answers_ssh(machine: Machine) -> bool:
     probe = f"exec 3<>/dev/tcp/{machine.address}/22"
     return _quietly(*machine.words(["timeout", "2", "bash", "-c", probe], "/")) == 0
-
-
-def _wait_for(condition: Any, problem: str) -> None:
-    give_up_at_s = time.monotonic() + _READY_S
-    while not condition():
-        assert time.monotonic() < give_up_at_s, problem
-        time.sleep(0.05)
 
 
 def _run(*words: str) -> None:

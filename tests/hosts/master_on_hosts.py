@@ -18,6 +18,7 @@ from typing import Any
 import hosts_runs
 import yaml
 from machines import Machine, Machines
+from waiting import wait_for
 
 _BIN = Path(sys.executable).parent
 # One HTTP request per poll: `det` takes 0.5 s of CPU to start, and tests poll hundreds of times.
@@ -30,7 +31,7 @@ print(answer.status)
 print(answer.read().decode())
 """
 _LOGIN = "/api/v1/auth/login"
-_POLL_S = 0.3
+
 _TIMEOUT_FACTOR = 2.0  # factor for all timeouts, because other tests load the CPU
 CONFIG: dict[str, Any] = {
     **hosts_runs.CONFIG,
@@ -123,6 +124,15 @@ class MasterOnHosts:
         """Write a config; return the arguments of ``det experiment create``."""
         (self.place / "exp.yaml").write_text(yaml.safe_dump({**CONFIG, **changes}))
         return "exp.yaml", "model"
+
+    def refused(self, changes: Mapping[str, Any], text: str) -> str:
+        """Submit an experiment that must be rejected with the text; return the output."""
+        before = self.det("experiment", "list", "--csv")
+        done = self.command("det", "experiment", "create", *self.write(changes))
+        assert done.returncode != 0, done.stdout
+        assert done.stdout.count(text) == 1, done.stdout
+        assert self.det("experiment", "list", "--csv") == before
+        return done.stdout.strip()
 
     def create(self, changes: Mapping[str, Any]) -> int:
         """Submit an experiment and return its id."""
@@ -230,10 +240,7 @@ class MasterOnHosts:
 
 def wait_until(is_so: Callable[[], bool], within_s: float, why: Callable[[], str]) -> None:
     """Wait until ``is_so()`` is true; on a timeout, fail with the text of ``why()``."""
-    give_up_at_s = time.monotonic() + _TIMEOUT_FACTOR * within_s
-    while not is_so():
-        assert time.monotonic() < give_up_at_s, why()
-        time.sleep(_POLL_S)
+    wait_for(is_so, why, deadline_s=_TIMEOUT_FACTOR * within_s)
 
 
 def left_on(machine: Machine) -> dict[int, str]:

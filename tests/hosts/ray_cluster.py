@@ -12,13 +12,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from machines import Machine, Machines
 from machines import missing as missing_machines
+from waiting import wait_for
 
 _PORT = 6379
 _READY_S = 240.0
@@ -95,12 +95,12 @@ class RayCluster:
 
     def begin_again(self, machine: Machine) -> None:
         """Restart Ray on a node declared dead, after its old processes have ended."""
-        wait_until(
+        wait_for(
             lambda: (
                 not any(name in line for line in machine.processes().values() for name in ("raylet", "ray::"))
             ),
-            lambda: machine.processes(),
-            timeout=180.0,
+            machine.processes,
+            deadline_s=180.0,
         )
         for pid in machine.processes():
             machine.signal(pid, signal.SIGKILL)  # Ray's log monitor does not end by itself
@@ -150,15 +150,7 @@ def wait_until_nothing_is_left(cluster: RayCluster) -> None:
     def left() -> list[str]:
         return [line for machine in cluster.machines.all for line in ours_on(machine)]
 
-    wait_until(lambda: not left(), left)
-
-
-def wait_until(condition: object, problem: object = "", timeout: float = 60.0) -> None:
-    assert callable(condition)
-    give_up_at_s = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < give_up_at_s, problem() if callable(problem) else problem
-        time.sleep(0.1)
+    wait_for(lambda: not left(), left)
 
 
 @contextlib.contextmanager

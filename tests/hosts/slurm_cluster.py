@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 from machines import Machine, Machines
 from machines import missing as missing_machines
+from waiting import wait_for
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "squeue", "scancel", "sinfo")
 _READY_S = 20.0
@@ -162,10 +163,7 @@ class SlurmCluster:
         pid = machine.find("slurmctld")
         assert pid is not None
         machine.signal(pid, signal.SIGKILL)
-        give_up_at_s = time.monotonic() + _READY_S
-        while machine.find("slurmctld") is not None:
-            assert time.monotonic() < give_up_at_s, machine.processes()
-            time.sleep(0.1)
+        wait_for(lambda: machine.find("slurmctld") is None, machine.processes, deadline_s=_READY_S)
 
     def start_controller(self) -> None:
         self._do(self.machines[1], "slurmctld")
@@ -217,17 +215,20 @@ class SlurmCluster:
 
     def wait_for_state(self, job_id: int, *states: str, timeout: float = 60.0) -> dict[str, str]:
         """Wait until a job is in one of the states; return its ``scontrol`` record."""
-        give_up_at_s = time.monotonic() + timeout
-        while (job := self.job(job_id)).get("JobState") not in states:
-            assert time.monotonic() < give_up_at_s, job
-            time.sleep(0.2)
-        return job
+        wait_for(
+            lambda: self.job(job_id).get("JobState") in states,
+            lambda: self.job(job_id),
+            deadline_s=timeout,
+        )
+        return self.job(job_id)
 
     def wait_for_idle(self, num: int, timeout: float = _READY_S) -> None:
-        give_up_at_s = time.monotonic() + timeout
-        while self.run("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D").stdout.strip() != str(num):
-            assert time.monotonic() < give_up_at_s, self.run("sinfo").stdout
-            time.sleep(0.1)
+        words = ("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D")
+        wait_for(
+            lambda: self.run(*words).stdout.strip() == str(num),
+            lambda: self.run("sinfo").stdout,
+            deadline_s=timeout,
+        )
 
     def close(self) -> None:
         """Stop munged; the other daemons end with their machines."""

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bad_requests import refused as refused_by_master
 from master_on_hosts import CONFIG, MasterOnHosts, wait_until
 from ray_cluster import RayCluster, ray_cluster, wait_until_nothing_is_left
 
@@ -43,18 +42,9 @@ def test_ray_oversized_job_rejected_pending_job_explained(master: MasterOnHosts)
     for number in (1, 2, 3):
         assert f"node:     10.77.0.1{number}: 1 slot\n" in said.stdout
     assert "slots:    3 cpu" in said.stdout
-    refused = master.command(
-        "det", "experiment", "create", *master.write({"resources": {"slots_per_trial": 4}})
-    )
-    assert refused.returncode != 0
-    assert "slots_per_trial" in refused.stdout
-    assert "3" in refused.stdout
+    master.refused({"resources": {"slots_per_trial": 4}}, "at most 3, the slots of this master")
     changes = {"resources": {"slots_per_trial": 2, "is_single_node": True}}
-    print(
-        refused_by_master(
-            master, changes, "expected at most 1, which the nodes of the Ray cluster have on one node"
-        )
-    )
+    master.refused(changes, "expected at most 1, which the nodes of the Ray cluster have on one node")
 
     first = master.create(_HOLDS_ALL)
     (trial,) = master.wait_for_trials(first, 1)
@@ -77,7 +67,6 @@ def test_ray_node_without_python_is_reported(master: MasterOnHosts) -> None:
     master.wait_for_state(experiment, ("ERROR",), within_s=200)
     (trial,) = master.trials(experiment)
     (line,) = [line for line in master.log(trial["id"]).splitlines() if "it can never start: " in line]
-    print(line)
     assert "without Python at /opt/nowhere/bin/python. Put the environment" in line
 
 

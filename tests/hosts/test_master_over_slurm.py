@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bad_requests import refused, refused_command
+import yaml
 from master_on_hosts import CONFIG, MasterOnHosts, wait_until
 from slurm_cluster import SlurmCluster, slurm_cluster
 
@@ -44,7 +44,7 @@ def test_slurm_oversized_job_rejected_pending_job_explained(
     assert said.returncode == 0, said.stdout
     # Three nodes of two CPUs have six slots.
     assert "slots:    6 cpu" in said.stdout
-    refused(master, {"resources": {"slots_per_trial": 7}}, "at most 6, the slots of this master")
+    master.refused({"resources": {"slots_per_trial": 7}}, "at most 6, the slots of this master")
     # No node has three CPUs; the master learns that from sbatch.
     three = {"resources": {"slots_per_trial": 3, "is_single_node": True}}
     for changes, text in (
@@ -55,7 +55,7 @@ def test_slurm_oversized_job_rejected_pending_job_explained(
         ),
         (three, "resources.slots_per_trial is 3; expected a job that Slurm takes; sbatch says: allocation"),
     ):
-        print(refused(master, changes, text))
+        master.refused(changes, text)
 
     waits = master.create({})
     (trial,) = master.wait_for_trials(waits, 1)
@@ -86,8 +86,8 @@ def test_slurm_trial_rejected_if_drained_waits_if_disabled(
     try:
         said = master.up()
         assert said.returncode == 0, said.stdout
-        refused(master, {"resources": {"slots_per_trial": 7}}, "at most 6, the slots of this master")
-        refused(master, six, "Requested node configuration is not available")
+        master.refused({"resources": {"slots_per_trial": 7}}, "at most 6, the slots of this master")
+        master.refused(six, "Requested node configuration is not available")
     finally:
         cluster.run("scontrol", "update", "NodeName=host3", "State=resume")
 
@@ -237,13 +237,17 @@ def test_slurm_invalid_options_rejected_without_queued_job(
         ("--array=1-3", "expected none of --array=1-3, by which the master finds its jobs. Leave them out."),
         ("partition=low", "slurm.sbatch_args[0] is 'partition=low'; expected an option of sbatch"),
     ):
-        said = refused(master, {"slurm": {"sbatch_args": [option]}}, text)
-        print(said)
+        said = master.refused({"slurm": {"sbatch_args": [option]}}, text)
         line = (master.place / "exp.yaml").read_text().splitlines().index("slurm:") + 1
         assert re.search(rf"experiment config:({line}|{line + 1}): slurm\.sbatch_args", said)
     config = {"resources": {"slots": 2}, "slurm": {"sbatch_args": ["--mem=90G"]}}
-    said = "a job of 2 slots; sbatch says: "
-    print(refused_command(master, config, "Command config: slurm.sbatch_args is ", said))
+    (master.place / "command.yaml").write_text(yaml.safe_dump(config))
+    commands = master.det("command", "list", "--csv")
+    done = master.command("det", "command", "run", "--config-file", "command.yaml", "true")
+    assert done.returncode != 0, done.stdout
+    for text in ("Command config: slurm.sbatch_args is ", "a job of 2 slots; sbatch says: "):
+        assert done.stdout.count(text) == 1, done.stdout
+    assert master.det("command", "list", "--csv") == commands
     # The check removes its temporary files.
     assert list((master.place / "state" / "slurm").glob("check-*")) == []
 
@@ -281,7 +285,6 @@ def test_slurm_unusable_node_named_with_remedy(cluster: SlurmCluster, master: Ma
     (master.place / "master.yaml").write_text("hosts_python: /opt/nowhere/bin/python\n")
     assert master.up("--config-file", "master.yaml").returncode == 0
     said = _never_starts_reason(master, "host2")
-    print(said)
     assert "3 jobs in a row failed before it began" in said
     assert "host2 is without Python at /opt/nowhere/bin/python. Put the environment on a file system" in said
     master.down("--now")
@@ -293,7 +296,6 @@ def test_slurm_unusable_node_named_with_remedy(cluster: SlurmCluster, master: Ma
         said = _never_starts_reason(master, "host2")
     finally:
         cluster.machines[2].run(["umount", str(master.place / "state")], cwd="/")
-    print(said)
     assert (
         "host2 does not see this directory. Start the master with a --state-dir that all nodes mount" in said
     )

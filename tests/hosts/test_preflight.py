@@ -12,7 +12,7 @@ import pytest
 
 from dstrial.hosts import remote
 from dstrial.hosts.hostfile import Host
-from dstrial.hosts.preflight import Facts, fact_problems, named_interface, place_of
+from dstrial.hosts.preflight import Facts, address_of, fact_problems, named_interface
 from dstrial.hosts.transport import SshTransport, remote_command, remote_environment
 
 HERE = {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "dstrial": "1.0"}
@@ -83,7 +83,7 @@ def test_named_interface_accepts_single_exact_name(
 ) -> None:
     facts = _other(addresses=(*GOOD.addresses, ("ib0", "10.1.0.2")))
     assert named_interface(environ) == named
-    assert place_of(facts, named) == place
+    assert address_of(facts, named) == place
 
 
 def test_addresses_sort_link_local_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_addresses_sort_link_local_last(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_ssh_transport_explains_failures(code: int | None, printed: str, told: str) -> None:
-    refusal = SshTransport().refusal("h", "/p/python", code, printed)
+    refusal = SshTransport().start_problem("h", "/p/python", code, printed)
     assert told in refusal.got
     assert refusal.fix.endswith(".")
 

@@ -98,19 +98,16 @@ def test_print_sbatch_equals_submitted_script(cluster: SlurmCluster, place: Path
     code, shown = SlurmRun(cluster, place, "--print-sbatch", *TWO_NODES).end()
     assert code == 0, shown
     assert not (place / "runs").exists(), "showing leaves nothing"
-    code, text = SlurmRun(cluster, place, *TWO_NODES).end()
+    run = SlurmRun(cluster, place, *TWO_NODES)
+    code, text = run.end()
     assert code == 0, text
     directory = run_directory(place)
     submitted = (directory / "sbatch.sh").read_text()
     own = re.compile(r"runs/small/\w+-\w+")
     assert own.sub("RUN", shown) == own.sub("RUN", submitted).replace(" --print-sbatch", "")
     assert submitted.startswith("#!/bin/bash\n")
-    assert json.loads((directory / "slurm.json").read_text()) == {"job_id": _job_of(text)}
+    assert json.loads((directory / "slurm.json").read_text()) == {"job_id": run.job_id}
     assert (directory / "slurm.log").read_text().count("state:         completed") == 1
-
-
-def _job_of(text: str) -> int:
-    return int(re.findall(r"job (\d+): queued", text)[0])
 
 
 def test_preempted_job_resumes_without_repeated_batches(cluster: SlurmCluster, place: Path) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hosts_runs import ENVIRON, batches, copy_into
 from slurm_cluster import SlurmCluster, slurm_cluster
+from waiting import wait_for
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 _DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "slurm.md"
@@ -34,28 +34,16 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _submit(cluster: SlurmCluster, place: Path) -> int:
-    said = cluster.run("sbatch", "--parsable", "train.sh", cwd=place, env=_ENVIRON).stdout
-    return int(said)
-
-
-def _wait_for(condition: Callable[[], bool], place: Path, within_s: float = 60.0) -> None:
-    give_up_at_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < give_up_at_s, _log(place)
-        time.sleep(0.1)
-
-
 def _log(place: Path) -> str:
     path = place / "train.log"
     return path.read_text() if path.exists() else ""
 
 
 def test_batch_script_preempted_job_requeues_and_resumes(cluster: SlurmCluster, place: Path) -> None:
-    job = _submit(cluster, place)
-    _wait_for(lambda: 15 in batches(_log(place)), place)
+    job = int(cluster.run("sbatch", "--parsable", "train.sh", cwd=place, env=_ENVIRON).stdout)
+    wait_for(lambda: 15 in batches(_log(place)), lambda: _log(place))
     urgent = cluster.popen(["srun", "-p", "high", "-N2", "-n4", "sleep", "3"])
-    _wait_for(lambda: cluster.job(job).get("Restarts") == "1", place)
+    wait_for(lambda: cluster.job(job).get("Restarts") == "1", lambda: _log(place))
     assert urgent.wait(60) == 0
     done = cluster.wait_for_state(job, "COMPLETED", "FAILED", "CANCELLED", timeout=100)
 

@@ -6,7 +6,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from dstrial.master.backends.request import AllocationRequest
+from dstrial.master.backends.backend import AllocationRequest
 from dstrial.master.store.database import Transaction
 
 DEFAULTS: dict[str, dict[str, Any]] = {

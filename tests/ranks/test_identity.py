@@ -84,17 +84,17 @@ def test_identify_by_launcher(environ: dict[str, str], expected: RankIdentity) -
     assert identify(environ) == expected
 
 
-def test_torchrun_local_world_size_overrides_local_size() -> None:
-    assert identify({**TORCHRUN, "LOCAL_SIZE": "7"}).local_world_size == 2
-
-
-def test_determined_chief_ip_is_fallback_master_address() -> None:
-    environ = {name: value for name, value in DETERMINED_TORCH.items() if name != "MASTER_ADDR"}
-    assert identify(environ).master_addr == "10.0.0.5"
-
-
-def test_torchrun_variables_override_slurm_step() -> None:
-    assert identify({**SRUN, **TORCHRUN}).launcher == "torchrun"
+@pytest.mark.parametrize(
+    ("environ", "field", "value"),
+    [
+        ({**TORCHRUN, "LOCAL_SIZE": "7"}, "local_world_size", 2),
+        ({**DETERMINED_TORCH, "MASTER_ADDR": ""}, "master_addr", "10.0.0.5"),
+        ({**SRUN, **TORCHRUN}, "launcher", "torchrun"),
+        ({**SRUN, "SLURM_NTASKS": "64"}, "world_size", 2),  # the step's tasks, not the allocation's
+    ],
+)
+def test_identify_prefers_most_specific_variable(environ: dict[str, str], field: str, value: object) -> None:
+    assert getattr(identify(environ), field) == value
 
 
 @pytest.mark.parametrize("environ", [SRUN, OPENMPI_5, OPENMPI_4], ids=lambda e: sorted(e)[0])
@@ -143,10 +143,6 @@ def test_slurm_heterogeneous_step_needs_master_address() -> None:
         identify(environ)
     identity = identify({**environ, "MASTER_ADDR": "host3"})
     assert (identity.local_world_size, identity.master_addr) == (1, "host3")
-
-
-def test_slurm_step_task_count_overrides_allocation() -> None:
-    assert identify({**SRUN, "SLURM_NTASKS": "64"}).world_size == 2
 
 
 @pytest.mark.parametrize(

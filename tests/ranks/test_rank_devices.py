@@ -12,8 +12,7 @@ import pytest
 from packaging.version import Version
 
 from dstrial.errors import RankError
-from dstrial.ranks.devices import device_index, is_shared, may_share
-from dstrial.ranks.identity import RankIdentity
+from dstrial.ranks.identity import RankIdentity, device_index, is_shared, may_share
 from dstrial.testing.ranks import run_function
 
 

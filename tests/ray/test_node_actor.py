@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from dstrial.ray.node_actor import PIECE_BYTES, NodeActor, environment_of
 
@@ -82,10 +83,7 @@ def test_abandoned_program_is_not_blocked_by_output(programs: _Programs, tmp_pat
     number = programs.start("sh", "-c", f"head -c 5000000 /dev/zero; touch {done}")
     programs.actor.abandon(number)
     programs.actor.abandon(number)
-    give_up_at_s = time.monotonic() + _WAIT_S
-    while not done.exists():
-        assert time.monotonic() < give_up_at_s
-        time.sleep(0.05)
+    wait_for(done.exists)
 
 
 def test_program_environment_combines_ray_start_and_actor_devices() -> None:

@@ -14,7 +14,7 @@ from dstrial.ray.client import require_ray
 
 
 def _refusal(exit_code: int | None, errors: str) -> tuple[str, str]:
-    found = RayTransport("4a99", Path("/run/relays")).refusal(
+    found = RayTransport("4a99", Path("/run/relays")).start_problem(
         "10.0.0.2", "/venv/bin/python", exit_code, errors
     )
     return found.got, found.fix

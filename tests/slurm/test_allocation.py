@@ -1,12 +1,20 @@
-"""Nodes, tasks and slots of a Slurm allocation, read from environment variables."""
+"""Nodes, tasks and slots of a Slurm allocation, and expansion of node lists."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dstrial.errors import LaunchError
 from dstrial.hosts.srun import transport_of
-from dstrial.slurm.allocation import Allocation, allocation_of, slots_of_nodes
+from dstrial.slurm.allocation import (
+    Allocation,
+    allocation_of,
+    expand_counts,
+    expand_nodes,
+    slots_of_nodes,
+)
 
 _BATCH = {
     "SLURM_JOB_ID": "12",
@@ -96,3 +104,44 @@ def test_srun_requests_gpus_when_allocation_divides_them() -> None:
         for host in ("n1", "n2"):
             asked = [word for word in transport.words(host, "python") if word.startswith("--gpus")]
             assert asked == ([f"--gpus={counts[host]}"] if counts else [])
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("host1", ["host1"]),
+        ("host[1-3]", ["host1", "host2", "host3"]),
+        ("host[1,3]", ["host1", "host3"]),
+        ("gpu[01-03,7]-ib,login", ["gpu01-ib", "gpu02-ib", "gpu03-ib", "gpu7-ib", "login"]),
+        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
+        ("r[1-2]c[0-1]", ["r1c0", "r1c1", "r2c0", "r2c1"]),
+        ("a.b-c_d,e[5]", ["a.b-c_d", "e5"]),
+        ("", []),
+    ],
+)
+def test_expand_nodes_follows_slurm_syntax(text: str, names: list[str]) -> None:
+    assert expand_nodes(text) == names
+
+
+@pytest.mark.parametrize(
+    "text", ["host[1-", "host]1[", "a,,b", "host[3-1]", "host[a-b]", "host[]", "h[1-99999999]", ",a"]
+)
+def test_expand_nodes_rejects_malformed_lists(text: str) -> None:
+    with pytest.raises(ValueError, match="no list of Slurm's nodes"):
+        expand_nodes(text)
+
+
+@given(st.lists(st.integers(1, 9), max_size=8))
+def test_expand_counts_round_trips(counts: list[int]) -> None:
+    runs: list[list[int]] = []
+    for count in counts:
+        if runs and runs[-1][0] == count:
+            runs[-1][1] += 1
+        else:
+            runs.append([count, 1])
+    text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
+    assert expand_counts(text) == counts
+
+
+def test_expand_counts_of_malformed_text_is_empty() -> None:
+    assert expand_counts("four") == expand_counts("4(x)") == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dstrial.slurm.client import away_reason, is_away, lacks_nodes, refused
+from dstrial.slurm.client import failure_reason, is_away, lacks_nodes, refused
 from dstrial.slurm.jobs import (
     Job,
     is_up,
@@ -90,11 +90,11 @@ def test_options_for_other_job_or_cluster_are_refused() -> None:
 def test_unreachable_controller_differs_from_rejection() -> None:
     said = "squeue: error: slurm_load_jobs: Unable to contact slurm controller (connect failure)"
     assert is_away(said)
-    assert away_reason(said, "squeue", 1) == (
+    assert failure_reason(said, "squeue", 1) == (
         "squeue says: slurm_load_jobs: Unable to contact slurm controller (connect failure)"
     )
     assert not is_away("sbatch: error: invalid partition specified: none")
-    assert away_reason("", "squeue", 1) == "squeue ended with 1"
+    assert failure_reason("", "squeue", 1) == "squeue ended with 1"
 
 
 def test_lacks_nodes_matches_size_rejections() -> None:

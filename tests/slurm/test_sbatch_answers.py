@@ -42,34 +42,21 @@ def test_fix_for_full_queue_differs_from_job_limit() -> None:
     assert fix_for("anything else") is None
 
 
-@pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Return a function that creates a fake command, first on PATH."""
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-
-    def write(name: str, body: str) -> None:
-        path = tmp_path / name
-        path.write_text(f"#!/bin/sh\ncd {tmp_path}\n{body}\n")
-        path.chmod(0o755)
-
-    return write
-
-
 @pytest.mark.process
 def test_submit_removes_sbatch_clusters_variable(
-    command: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+    fake_command: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only sbatch reads SBATCH_CLUSTERS; all Slurm commands read SLURM_CLUSTERS."""
     monkeypatch.setenv("SBATCH_CLUSTERS", "far")
     monkeypatch.setenv("SLURM_CLUSTERS", "near")
-    command("sbatch", 'echo "123;${SBATCH_CLUSTERS:-$SLURM_CLUSTERS}"; test -z "$SBATCH_CLUSTERS"')
+    fake_command("sbatch", 'echo "123;${SBATCH_CLUSTERS:-$SLURM_CLUSTERS}"; test -z "$SBATCH_CLUSTERS"')
     assert client.submit(Path("/x.sh")) == 123
 
 
 @pytest.mark.process
-def test_rejected_script_raises_error_with_fix(command: Callable[[str, str], None]) -> None:
+def test_rejected_script_raises_error_with_fix(fake_command: Callable[[str, str], None]) -> None:
     said = "sbatch: error: allocation failure: Requested node configuration is not available"
-    command("sbatch", f"echo '{said}' >&2; exit 1")
+    fake_command("sbatch", f"echo '{said}' >&2; exit 1")
     for ask in (client.submit, client.test):
         with pytest.raises(LaunchError, match="Ask for fewer slots") as raised:
             ask(Path("/x.sh"))

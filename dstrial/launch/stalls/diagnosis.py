@@ -98,7 +98,14 @@ class Stall:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Text on where each rank is, the straggler (None if unknown), and a hint."""
+    """Where each rank of a stall is, and for which rank the others wait.
+
+    Attributes:
+        text: where each rank is, for users; without a full stop.
+        straggler: the rank for which the others wait; None if unknown.
+        hint: what users can do; empty if nothing is known.
+        is_of_master: whether the straggler waits for a response of the master, so that restarting the ranks does not help.
+    """
 
     text: str
     straggler: int | None
@@ -141,7 +148,7 @@ def find_straggler(views: Sequence[RankView], places: Mapping[int, Place]) -> Ra
     """Return the rank for which the others wait; None if unknown.
 
     If the others wait for several ranks, the rank with the fewest trained batches is returned. ``places`` maps ranks to their
-    positions in the code.
+    positions in the code; a rank that has not written its stack is missing.
     """
     # On an accelerator, a wait for other ranks may not show in the stack. So a rank that seems to compute is the straggler
     # only if the stack of another rank shows a wait.
@@ -160,9 +167,9 @@ def find_straggler(views: Sequence[RankView], places: Mapping[int, Place]) -> Ra
 
 
 def diagnose(views: Sequence[RankView], places: Mapping[int, Place]) -> Diagnosis:
-    """Return a text on where each rank is, the straggler first, and a hint.
+    """Return where each rank is, the straggler first, with a hint for users.
 
-    ``places`` maps ranks with a stack to their positions in the code. The text has no full stop.
+    ``places`` maps ranks to their positions in the code; a rank that has not written its stack is missing.
     """
     views = [view for view in views if view.beat.phase is not Phase.NONE]
     straggler = find_straggler(views, places)

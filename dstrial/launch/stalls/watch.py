@@ -28,9 +28,9 @@ from dstrial.ranks.heartbeat import Beat, Phase, read_beat
 EXIT_TIMEOUT_S = 60.0
 """Grace period from the end of a rank's program to its exit, seconds; loggers flush in this time."""
 
-POLL_S = 0.5
+POLL_S = 0.5  # interval of polls of the heartbeats
 _MAX_POLL_S = 2.0  # limits the time counted per poll, as the launcher or machine may have been suspended
-_MAX_FRAMES = 25
+_MAX_FRAMES = 25  # maximum number of calls of a stack in the log
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class WatchedRanks:
 
     Attributes:
         beats: the heartbeat file, mapped into memory.
-        ranks: slot in ``beats`` -> rank.
+        ranks: index of a heartbeat in ``beats`` -> global rank.
         stacks_files: rank -> file to which the rank writes its stacks.
         kept_stacks: directory for full stacks after a stall; None to keep none.
     """
@@ -150,7 +150,10 @@ class StallWatch:
         return RankView(self._watched.ranks[slot], beat, self._now_s - seen.since_s, state.letter, stopped_s)
 
     def _dump(self, views: Sequence[RankView]) -> dict[int, list[ThreadStack]]:
-        """Store and return all threads' stacks by rank; stopped ranks are left out."""
+        """Make ranks dump their Python stacks; return rank -> stacks of all its threads.
+
+        Stopped ranks are left out. The stacks are also kept as files if a directory for them is set.
+        """
         files = self._watched.stacks_files
         asked = {view.beat.pid: view.rank for view in views if view.state not in "tT" and view.rank in files}
         found = {}

@@ -13,9 +13,11 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from dstrial.errors import MasterError
 from dstrial.master.backends.devices import Slot
-from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.nodes import OWN_NODE, node_of
+
+TRIAL = "TRIAL"
+"""``task_type`` of a trial."""
 
 Cause = Literal["exited", "lost", "unreachable", "preempted", "refused"]
 """Why an allocation ended on a node.
@@ -37,7 +39,7 @@ class Node:
     address: str  # address at which other nodes reach it
     slots: tuple[Slot, ...]  # with ids that are unique in the cluster
     why_down: str | None  # why allocations cannot start on the node now; None if they can
-    since_us: int  # time of the node's last change between up and down
+    since_us: int  # time of the node's last change between up and down, microseconds since the epoch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,12 +73,87 @@ class SupervisorHandle:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class AllocationRequest:
+    """Everything that a back end needs to start a trial or command on one node.
+
+    Fields that only trials have are 0, empty or None for a command.
+    """
+
+    allocation_id: str  # ``{task_id}.{run_id}``
+    task_id: str  # of the trial or command, the same in all its allocations
+    trial_id: int
+    experiment_id: int
+    run_id: int  # number of the trial's run, from 1; each allocation is a run
+    directory: Path  # for the allocation's files, absolute; created with mode 0700
+    slots: tuple[Slot, ...]  # the allocation's slots on the node
+    ports: dict[str, int]  # environment variable -> free port
+    config: dict[str, Any]  # the experiment config with defaults
+    hparams: dict[str, Any]  # the trial's hyperparameters
+    trial_seed: int
+    steps_completed: int  # batches at ``latest_checkpoint``; 0 without a checkpoint or for a warm start
+    latest_checkpoint: str | None  # UUID of the checkpoint from which the trial continues
+    session_token: str  # gives access to this trial only; valid until the allocation ends
+    user_token: str  # the submitting user's; valid until the allocation ends
+    username: str  # of the submitting user
+    master_url: str  # address of the master for the trial's reports
+    cluster_id: str  # id of the master's database
+    master_id: str  # id of the master's process, a new one at each start
+    agent_id: str  # name of the node
+    resources_id: str  # a UUID; also the container id
+    model_definition: bytes  # gzip tar of the context directory; empty for none
+    entrypoint: str | list[str]
+    interpreter: str | None = None  # Python of the trial, absolute; None for the master's
+    startup_hook: str = ""  # shell lines from the master's settings, run before the entrypoint
+    task_type: str = TRIAL  # ``TRIAL``, ``COMMAND``, ``TENSORBOARD`` or ``GENERIC``
+    working_directory: str | None = None  # absolute; None for the directory with the model definition
+    log_bytes: int | None = None  # size limit of output that the master has not read; None: unlimited
+    storage: str | None = None  # path of the checkpoint storage; None if it has no marker
+    # name in ``events/`` of the directory -> target directory
+    links: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+    addresses: tuple[str, ...] = ("127.0.0.1",)  # all nodes of the allocation, in rank order
+    node_rank: int = 0
+    slot_counts: tuple[int, ...] = ()  # number of slots on each node; empty if there is only one node
+    # environment variables; those of any other source override them
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields except the model definition; inverse of :meth:`from_json`."""
+        links = {name: str(path) for name, path in self.links.items()}
+        plain = {**dataclasses.asdict(self), "directory": str(self.directory), "links": links}
+        del plain["model_definition"]
+        return plain
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any], model_definition: bytes) -> AllocationRequest:
+        fields = dict(plain)
+        fields["directory"] = Path(fields["directory"])
+        fields["slots"] = tuple(Slot(**slot) for slot in fields["slots"])
+        fields["links"] = {name: Path(path) for name, path in fields["links"].items()}
+        fields["addresses"] = tuple(fields["addresses"])
+        fields["slot_counts"] = tuple(fields["slot_counts"])
+        return cls(**fields, model_definition=model_definition)
+
+    @property
+    def venvs_path(self) -> Path:
+        """Directory of virtual environments, shared by all allocations on the node."""
+        return self.directory.parent.with_name("venvs")
+
+    @property
+    def task_name(self) -> str:
+        return (
+            f"trial {self.trial_id}"
+            if self.task_type == TRIAL
+            else f"{self.task_type.lower()} {self.task_id}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class NodeExit:
     """How an allocation ended on one node."""
 
     node_id: int
     exit_code: int  # of the entrypoint on the node, as in a shell
-    signal: int | None
+    signal: int | None  # signal that ended the entrypoint; None if it exited by itself
     cause: Cause
     text: str | None = None  # reason for users; None if the exit code says all
 
@@ -86,9 +163,9 @@ class AllocationExit:
     """How an allocation ended, summarised over all its nodes."""
 
     exit_code: int  # of the entrypoint that failed first, as in a shell
-    signal: int | None
-    time_us: int
-    explanation: str | None  # meaning of the exit code, None for 0
+    signal: int | None  # signal that ended this entrypoint; None if it exited by itself
+    time_us: int  # time of the exit, microseconds since the epoch
+    explanation: str | None  # reason for users; None if the exit code says all
     was_lost: bool  # whether a supervisor or its node was lost, so that there is no record of the exit
     nodes: tuple[NodeExit, ...] = ()  # exits on all nodes except the master's own, in order of arrival
 
@@ -196,7 +273,10 @@ class Backend(Protocol):
         """
 
     def find(self, run: RunRef) -> SupervisorHandle | None:
-        """Return an allocation's supervisor, whichever master started it; None if unknown."""
+        """Return an allocation's running supervisor, even if an earlier master started it.
+
+        None if no supervisor is known to run.
+        """
 
     def supervisors(self, run: RunRef) -> Mapping[int, SupervisorHandle]:
         """Return node id -> supervisor, for an allocation's started supervisors."""
@@ -255,7 +335,7 @@ class Backend(Protocol):
 
 
 def run_of(allocation: Allocation) -> RunRef:
-    """Return the ``RunRef`` of an allocation's row.
+    """Return a reference to the allocation that a row of the database describes.
 
     An allocation without slots is on the master's machine.
     """

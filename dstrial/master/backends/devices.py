@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dstrial.errors import MasterError
-from dstrial.ranks.devices import SHARE_VARIABLE, may_share
+from dstrial.ranks.identity import SHARE_VARIABLE, may_share
 
 logger = logging.getLogger("dstrial.master")
 
 SlotKind = Literal["cpu", "cuda", "rocm"]
-_KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
+_KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")  # processors that AMD's driver lists
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,17 +19,16 @@ from typing import Any
 
 from dstrial import determined_imports
 from dstrial.errors import MasterError
-from dstrial.master.backends.request import TRIAL, AllocationRequest
-from dstrial.ranks.devices import SHARE_VARIABLE
+from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE, BASE_PYTHON_VARIABLE
+from dstrial.master.backends.backend import TRIAL, AllocationRequest
+from dstrial.ranks.identity import SHARE_VARIABLE
 from dstrial.scratch import compile_cache
 from dstrial.storage_guard import STORAGE_VARIABLE
 
-ALLOCATION_DIR_VARIABLE = "DSTRIAL_ALLOCATION_DIR"
-TRACEBACKS_DIR_VARIABLE = (
-    "DSTRIAL_TRACEBACKS_DIR"  # as in dstrial.launch.failures, which the master never imports
-)
+# As in dstrial.launch.failures, which the master never imports.
+TRACEBACKS_DIR_VARIABLE = "DSTRIAL_TRACEBACKS_DIR"
 MARKER_VARIABLE = "DSTRIAL_ALLOCATION_MARKER"
-BASE_PYTHON_VARIABLE = "DSTRIAL_BASE_PYTHON"
+"""Environment variable with a value that only the processes of one allocation have."""
 
 # Linux limits a variable to 128 KiB. Larger values are passed in the cluster-info files only.
 _MAX_VALUE_BYTES = 100_000
@@ -229,7 +228,10 @@ def _device_variables(request: AllocationRequest, env: Mapping[str, str]) -> dic
 
 
 def user_variables(config: Mapping[str, Any], kind: str = "cpu") -> dict[str, str]:
-    """Return a config's ``environment_variables`` for a device kind (cpu, cuda, rocm)."""
+    """Return the variables that a config's ``environment_variables`` set.
+
+    ``kind`` is the kind of the trial's devices (cpu, cuda, rocm), for which the config may set others.
+    """
     given = (config.get("environment") or {}).get("environment_variables") or []
     if isinstance(given, Mapping):
         given = given.get(kind) or []

@@ -157,5 +157,8 @@ def _is_root_cause(traceback: str) -> bool:
 
 
 def fingerprint(traceback: str) -> str:
-    """Return a hash of a traceback that ignores its numbers, temporary paths and ids."""
+    """Return a hash by which the same failure of several runs is recognised.
+
+    The hash ignores the traceback's numbers, temporary paths and ids.
+    """
     return hashlib.sha256(_VARIABLE_PARTS.sub("#", traceback).encode()).hexdigest()

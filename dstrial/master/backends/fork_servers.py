@@ -25,8 +25,8 @@ from dstrial.master.backends.status import SERVERS_NAME, ShownServer, StatusFile
 logger = logging.getLogger(__name__)
 
 IMPORTS = ("dstrial.launch.imported_ahead",)  # ranks in new processes import this module first, too
-MAX_SERVERS = 2
-_SHELL_CHARACTERS = frozenset("|&;<>()$`\\\"'*?[]#~=%!{}\n")
+MAX_SERVERS = 2  # a further server replaces the least recently used one
+_SHELL_CHARACTERS = frozenset("|&;<>()$`\\\"'*?[]#~=%!{}\n")  # characters that a shell interprets
 
 
 def forkable_words(command: Sequence[str], environment: Mapping[str, str], python: str) -> list[str] | None:
@@ -47,10 +47,10 @@ def forkable_words(command: Sequence[str], environment: Mapping[str, str], pytho
 
 
 class _Server(ForkServer):
-    """A fork server of a Python interpreter, and what the master counts of it."""
+    """A fork server for one Python interpreter, with the time of its last use."""
 
-    num_forks = 0
-    is_broken = False
+    num_forks = 0  # number of allocations that were started by a fork
+    is_broken = False  # whether the imports have failed
 
     def __init__(self, python: str, environment: Mapping[str, str], log: Path) -> None:
         super().__init__(environment, IMPORTS, log=log, python=python)

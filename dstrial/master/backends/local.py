@@ -33,7 +33,9 @@ from dstrial.harness_paths import WARM_VARIABLE
 from dstrial.master import file_limit
 from dstrial.master.backends import supervisor, task_venv
 from dstrial.master.backends.backend import (
+    TRIAL,
     AllocationExit,
+    AllocationRequest,
     Backend,
     Node,
     Output,
@@ -49,7 +51,6 @@ from dstrial.master.backends.environment import (
 )
 from dstrial.master.backends.failures import explain_exit
 from dstrial.master.backends.fork_servers import ForkServers, forkable_words
-from dstrial.master.backends.request import TRIAL, AllocationRequest
 from dstrial.master.clock import now_us
 from dstrial.master.store.nodes import OWN_NODE
 from dstrial.master.trial_files import read_record
@@ -58,7 +59,7 @@ from dstrial.storage_guard import SAVING_DIRECTORY
 logger = logging.getLogger(__name__)
 
 _STARTUP_HOOK = "startup-hook.sh"
-_KILL_TRIES = 80
+_KILL_TRIES = 80  # maximum number of attempts to kill an allocation's processes
 _KILL_PERIOD_S = 0.1  # interval of attempts to kill
 _TRACKER_TRIES = 50  # attempts before resource trackers are killed, too; until then they clean up /dev/shm
 trial_umask: int | None = None
@@ -177,10 +178,7 @@ def _command_with_hooks(request: AllocationRequest, directory: Path) -> list[str
     shell = shutil.which("bash") or "sh"
     texts = f"{request.startup_hook}\n{shlex.join(command)}"
     if not (has_own_hook or requirements or may_install(texts)):
-        if not hooks:
-            return command
-        steps = ["set -e", *(f". {shlex.quote(hook)}" for hook in hooks), "set +e", 'exec "$@"']
-        return [shell, "-c", "; ".join(steps), "startup-hook", *command]
+        return task_venv.hook_command(shell, hooks, command) if hooks else command
     specification = directory / "task_venv.json"
     _write_private(
         specification,

@@ -14,7 +14,7 @@ from dstrial.master.trial_files import open_regular
 
 CHUNK_BYTES = 512 * 1024  # maximum of one read, so that a large log does not delay other allocations
 
-LOG_NAME = "output.log"
+LOG_NAME = "output.log"  # file in an allocation's directory
 # Parts of a log that are searched for why a trial failed; reading gigabytes would delay all other trials.
 _BEGINNING_BYTES = 4 * 2**20
 _END_BYTES = 12 * 2**20
@@ -56,7 +56,7 @@ def read_lines(directory: Path, offset: int, max_bytes: int) -> LogRead:
 def parse(raw: str) -> LogLine:
     """Parse a line of an allocation's log: time, stream, rank tag and level prefix.
 
-    A line without a valid time becomes text without a time. A time in the future, which a trial could write, becomes now.
+    A line without a valid time gets the time 0. A time in the future, which a trial could write, becomes the current time.
     """
     head = _HEAD.match(raw)
     time_us, stream, text = (

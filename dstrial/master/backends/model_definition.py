@@ -19,13 +19,13 @@ from typing import IO, Any
 from dstrial.context_directory import MARKS, MAX_BYTES
 from dstrial.errors import MasterError, RequestError
 
-MAX_MEMBERS = 100_000
+MAX_MEMBERS = 100_000  # files and directories of one model definition
 MAX_DEPTH = 100  # nested directories: ``os.walk`` of Python 3.11 fails at some hundred levels
 MAX_PATH_BYTES = 1024
 """Longest path of a member; the path of the trial's directory is prepended to it."""
 
 _CHUNK_BYTES = 2**20
-_REGULAR, _DIRECTORY = ord("0"), ord("5")
+_REGULAR, _DIRECTORY = ord("0"), ord("5")  # types of members in a tar file
 
 
 def pack(files: Iterable[Mapping[str, Any]]) -> bytes:
@@ -136,7 +136,7 @@ def unpack(tgz: bytes, directory: Path) -> None:
 class PackedFile:
     path: str  # relative to the root of the model definition
     size: int  # bytes
-    digest: str
+    digest: str  # hash of the content
 
 
 def list_files(tgz: bytes) -> list[PackedFile]:
@@ -182,7 +182,10 @@ def read_starts(tgz: bytes, paths: Collection[str], num_bytes: int) -> dict[str,
 
 
 def _members(tgz: bytes) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo, str | None]]:
-    """Yield (archive, member, path) of a gzip tar; path None if outside the directory."""
+    """Yield (archive, member, path) for each member of a gzip tar.
+
+    The path is None for a member outside the archive's root, and for the root itself.
+    """
     if not tgz:
         return
     total = 0

@@ -22,7 +22,7 @@ class ShownHost:
     name: str
     num_slots: int
     why_down: str | None  # reason why the host is down; None while it is up
-    since_us: int
+    since_us: int  # time of the last change between up and down, microseconds since the epoch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

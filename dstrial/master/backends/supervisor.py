@@ -64,7 +64,7 @@ def main(directory: str, line: str = "") -> None:
         return
     output = _Output(child, requests, log, spec.get("log_bytes"))
     output.log_line(line or refusal)
-    status = output.follow(spec.get("lease"), spec.get("agent"))
+    status = output.follow()
     if output.is_orphaned:
         return
     _write_exit(requests, status if status >= 0 else 128 - status, -status if status < 0 else None)
@@ -82,9 +82,12 @@ def _write_exit(requests: "_Requests", exit_code: int, signal_number: int | None
 
 
 class _Requests:
-    """Records SIGTERM and SIGUSR1; ``wakeup`` becomes readable after each signal."""
+    """Records SIGTERM and SIGUSR1; ``wakeup`` becomes readable after each signal.
 
-    def __init__(self, lease: "str | None" = None, agent: "str | None" = None) -> None:
+    ``lease`` and ``agent`` are the arguments of :func:`end_reason`; ``lease`` is None for an allocation that needs no lease.
+    """
+
+    def __init__(self, lease: "str | None", agent: "str | None") -> None:
         self._lease = lease
         self._agent = agent
         self.terminate = False
@@ -100,14 +103,21 @@ class _Requests:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def should_retry(self, error: OSError) -> bool:
-        """Return whether to retry a failed write; if so, sleep first."""
+        """Return whether to retry a write that failed with ``error``; if so, pause first.
+
+        Errors of a full disk are retried until the allocation is killed or deleted.
+        """
         if error.errno not in _FULL:
             return False
-        if self._lease is not None and end_reason(self._lease, self._agent):
+        if self.end_reason():
             self.kill = True
         if not self.kill:
             time.sleep(_TICK_S)
         return not self.kill and os.path.exists("spec.json")
+
+    def end_reason(self) -> str:
+        """Return why the allocation must be killed without a request; "" if it need not."""
+        return "" if self._lease is None else end_reason(self._lease, self._agent)
 
     def _on_terminate(self, *_: object) -> None:
         self.terminate = True
@@ -152,7 +162,10 @@ def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "tuple[subprocess.Popen[b
 
 
 def _start_in_spare(spec: dict[str, Any]) -> "tuple[_Fork | None, str]":
-    """Start the entrypoint in the spare (idle fork); return (process or None, reason)."""
+    """Start the entrypoint in the idle fork of this process, if there is one.
+
+    Returns (process, "") or (None, line): then the caller must start a new process and log the line, unless it is empty.
+    """
     client = sys.modules.get("dstrial.fork_server.client")  # imported only if this process is a fork
     if client is None or client.fork.spare is None:
         return None, ""
@@ -207,12 +220,16 @@ class _Output:
         self._status: int | None = None
         self.is_orphaned = False
 
-    def follow(self, lease: "str | None", agent: "str | None") -> int:
+    def follow(self) -> int:
+        """Log output and handle requests until all processes have ended.
+
+        Returns the entrypoint's exit code, or -n if signal n ended the entrypoint.
+        """
         was_terminated = False
         while True:
             self._wait(_TICK_S)
             self._reap()
-            why = "" if lease is None or self.is_orphaned else end_reason(lease, agent)
+            why = "" if self.is_orphaned else self._requests.end_reason()
             if why:
                 self.is_orphaned = self._requests.kill = True
                 self.log_line(f"{why}: killing all processes")
@@ -231,7 +248,10 @@ class _Output:
             passed_s = time.monotonic() - began_s
             awaits_output = bool(self._streams) and passed_s < _TRAILING_OUTPUT_S
             is_patient = passed_s < _TRACKERS_END_S
-            if not kill_descendants(self._is_spared if is_patient else _spare_none) and not awaits_output:
+            if (
+                not kill_descendants(self._is_spared if is_patient else lambda _pid: False)
+                and not awaits_output
+            ):
                 break
             self._wait(0.02)
             self._reap()
@@ -367,10 +387,6 @@ def kill_descendants(is_spared: Callable[[int], bool]) -> bool:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
     return bool(found)
-
-
-def _spare_none(_: int) -> bool:
-    return False
 
 
 def is_tracker(pid: int) -> bool:

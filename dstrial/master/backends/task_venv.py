@@ -40,8 +40,8 @@ KEPT = ("torch", "deepspeed", "determined", "dstrial")
 UNUSED_S = 14 * 24 * 3600.0
 """Seconds after the last start of a task in a shared environment at which the environment is deleted."""
 
-_COMPLETE = "complete"
-_POLL_S = 0.1
+_COMPLETE = "complete"  # file in a shared environment that marks it as filled
+_POLL_S = 0.1  # interval of attempts to lock an environment
 _LOG_PERIOD_S = 30.0  # interval of log lines of a task that waits for an environment
 _MIN_DESCRIPTOR = 64  # hooks may use lower descriptors for redirections
 # Suffixes of files that may affect which packages are installed, and so are part of the digest.
@@ -331,9 +331,17 @@ def _run_in_own(spec: dict[str, Any], shared: Path | None, *, has_filled: bool) 
     _run(spec, () if has_filled else spec["hooks"], command)
 
 
-def _run(spec: dict[str, Any], hooks: Sequence[str], command: Sequence[str]) -> NoReturn:
+def hook_command(shell: str, hooks: Sequence[str], command: Sequence[str]) -> list[str]:
+    """Return the command that sources shell scripts, then executes ``command``.
+
+    If a command in one of the scripts (``hooks``) fails, ``command`` is not executed.
+    """
     steps = ["set -e", *(f". {shlex.quote(hook)}" for hook in hooks), "set +e", 'exec "$@"']
-    words = [spec["shell"], "-c", "; ".join(steps), "startup-hook", *command]
+    return [shell, "-c", "; ".join(steps), "startup-hook", *command]
+
+
+def _run(spec: dict[str, Any], hooks: Sequence[str], command: Sequence[str]) -> NoReturn:
+    words = hook_command(spec["shell"], hooks, command)
     sys.stdout.flush()
     os.execvpe(words[0], words, os.environ)  # noqa: S606 - the shell of the hooks
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrial.config.experiment_config.command import interpreter_of, seconds_of
-from dstrial.master.backends.request import AllocationRequest
+from dstrial.master.backends.backend import AllocationRequest
 from dstrial.master.lifecycle import commands as life
 from dstrial.master.store import commands
 from dstrial.master.store.allocations import Allocation

@@ -15,9 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from dstrial.master.backends.backend import Answer, Key, Node
+from dstrial.master.backends.backend import AllocationRequest, Answer, Key, Node
 from dstrial.master.backends.environment import TENSORBOARD_PORTS, choose_ports
-from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import allocations, endings
 from dstrial.master.lifecycle import commands as life

@@ -14,10 +14,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dstrial.config.schema import compile_pattern
 from dstrial.errors import DstrialError
-from dstrial.master.backends.backend import AllocationExit, Output, RunRef, SlotsGoneError, run_of
+from dstrial.master.backends.backend import (
+    AllocationExit,
+    AllocationRequest,
+    Output,
+    RunRef,
+    SlotsGoneError,
+    run_of,
+)
 from dstrial.master.backends.failures import explain_failure, first_traceback
 from dstrial.master.backends.log_file import CHUNK_BYTES, printed, read_lines
-from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import allocations, endings
 from dstrial.master.lifecycle import commands as life

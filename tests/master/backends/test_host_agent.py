@@ -16,11 +16,13 @@ from typing import Any
 
 import pytest
 from rows import allocation_request
+from waiting import wait_for
 
 from dstrial.hosts.hostfile import Host
 from dstrial.hosts.remote import PREFIX
 from dstrial.hosts.transport import BEAT_S, GOODBYE, LEASE_S, Transport, remote_words
 from dstrial.master.backends import local
+from dstrial.master.backends.hosts import agent
 from dstrial.master.backends.hosts.link import AgentSettings, HostLink, RemoteRun
 
 pytestmark = pytest.mark.process
@@ -36,13 +38,7 @@ class _Agent:
         self._place = place
         actor = [sys.executable, "-c", "import subprocess, sys; subprocess.call(sys.argv[1:])"]
         self.process = subprocess.Popen(
-            [
-                *(actor if has_actor else ()),
-                sys.executable,
-                "-u",
-                "-m",
-                "dstrial.master.backends.hosts.agent",
-            ],
+            [*(actor if has_actor else ()), sys.executable, "-u", "-m", agent.__name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -73,11 +69,11 @@ class _Agent:
             self.said.append(frame)
 
     def wait_for(self, key: str) -> dict[str, Any]:
-        give_up_at_s = time.monotonic() + 30
-        while not (found := [frame for frame in self.said if key in frame]):
-            assert time.monotonic() < give_up_at_s, self.said
-            time.sleep(0.05)
-        return found[0]
+        def find() -> list[dict[str, Any]]:
+            return [frame for frame in self.said if key in frame]
+
+        wait_for(find, lambda: self.said, deadline_s=30)
+        return find()[0]
 
     def submit(self, entrypoint: str) -> None:
         request = allocation_request(self._place, entrypoint=entrypoint)
@@ -85,11 +81,13 @@ class _Agent:
         self.wait_for("pid")
 
     def wait_for_supervisor(self) -> local.SupervisorHandle:
-        give_up_at_s = time.monotonic() + 30
-        while (found := self.supervisor) is None:
-            assert time.monotonic() < give_up_at_s
-            time.sleep(0.05)
+        wait_for(lambda: self.supervisor, deadline_s=30)
+        found = self.supervisor
+        assert found is not None
         return found
+
+    def wait_until_trial_ends(self, deadline_s: float) -> None:
+        wait_for(lambda: self.supervisor is None, deadline_s=deadline_s)
 
     @property
     def supervisor(self) -> local.SupervisorHandle | None:
@@ -142,9 +140,7 @@ def test_trial_survives_master_exit_but_not_lost_connection(tmp_path: Path) -> N
         )  # the master was killed in the middle of a line
         assert left.process.wait(10) == 0
         began_s = time.monotonic()
-        while lost.supervisor is not None:
-            assert time.monotonic() < began_s + LEASE_S + _LATE_S
-            time.sleep(0.5)
+        lost.wait_until_trial_ends(LEASE_S + _LATE_S)
         assert lost.process.wait(_LATE_S) == 1
         time.sleep(max(began_s + LEASE_S + 2 - time.monotonic(), 0))
         assert left.supervisor == before
@@ -158,11 +154,8 @@ def test_agent_kill_ends_trial_within_lease(tmp_path: Path) -> None:
     with _agent(tmp_path) as agent:
         agent.submit("sleep 300")
         agent.wait_for_supervisor()
-        began_s = time.monotonic()
         agent.process.kill()
-        while agent.supervisor is not None:
-            assert time.monotonic() < began_s + LEASE_S + _LATE_S
-            time.sleep(0.5)
+        agent.wait_until_trial_ends(LEASE_S + _LATE_S)
 
 
 def test_trial_on_ray_ends_with_actor(tmp_path: Path) -> None:
@@ -170,10 +163,7 @@ def test_trial_on_ray_ends_with_actor(tmp_path: Path) -> None:
         agent.submit("sleep 300")
         agent.wait_for_supervisor()
         agent.process.kill()
-        give_up_at_s = time.monotonic() + _LATE_S
-        while agent.supervisor is not None:
-            assert time.monotonic() < give_up_at_s
-            time.sleep(0.1)
+        agent.wait_until_trial_ends(_LATE_S)
 
 
 class _Here(Transport):

@@ -36,7 +36,7 @@ class _Tunnel:
     def _carry(self) -> None:
         while (found := self.frames.get()) is not None:
             end, frame = found
-            end.take(frame)
+            end.handle(frame)
 
     def close(self) -> None:
         self.frames.put(None)
@@ -92,8 +92,8 @@ def test_frame_of_unknown_stream_is_answered_with_end() -> None:
     said: list[Mapping[str, Any]] = []
     streams = Streams(said.append)
 
-    streams.take({"stream": 7, "data": "AA=="})
-    streams.take({"stream": 7, "end": True})
+    streams.handle({"stream": 7, "data": "AA=="})
+    streams.handle({"stream": 7, "end": True})
 
     assert said == [{"stream": 7, "end": True}]
 

@@ -137,29 +137,16 @@ def test_refusal_of_names_offending_config_key() -> None:
 
 
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Return a function that puts a fake Slurm command first in PATH."""
-    commands = tmp_path / "bin"
-    commands.mkdir()
-    monkeypatch.setenv("PATH", str(commands), prepend=":")
-
-    def write(name: str, body: str) -> None:
-        path = commands / name
-        path.write_text(f"#!/bin/sh\ncd {tmp_path}\n{body}\n")
-        path.chmod(0o755)
-
-    return write
-
-
-@pytest.fixture
 def engine(tmp_path: Path) -> SlurmEngine:
     return SlurmEngine(tmp_path / "slurm", "c", {}, wants_devices=False)
 
 
 def test_nodes_includes_down_and_drained_nodes(
-    engine: SlurmEngine, command: Callable[[str, str], None]
+    engine: SlurmEngine, fake_command: Callable[[str, str], None]
 ) -> None:
-    command("sinfo", "echo 'host1|idle|4|(null)'; echo 'host2|drained|2|(null)'; echo 'host3|down*|8|(null)'")
+    fake_command(
+        "sinfo", "echo 'host1|idle|4|(null)'; echo 'host2|drained|2|(null)'; echo 'host3|down*|8|(null)'"
+    )
     assert engine.nodes() == {
         "host1": NodeCapacity(4),
         "host2": NodeCapacity(2, is_up=False),
@@ -170,12 +157,12 @@ def test_nodes_includes_down_and_drained_nodes(
 @pytest.mark.parametrize("ask", [SlurmEngine.nodes, SlurmEngine.jobs])
 def test_engine_touches_alive_file_while_slurm_unreachable(
     engine: SlurmEngine,
-    command: Callable[[str, str], None],
+    fake_command: Callable[[str, str], None],
     tmp_path: Path,
     ask: Callable[[SlurmEngine], object],
 ) -> None:
     for name in ("sinfo", "squeue"):
-        command(name, "echo 'Unable to contact slurm controller' >&2\nexit 1")
+        fake_command(name, "echo 'Unable to contact slurm controller' >&2\nexit 1")
     with pytest.raises(ConnectionError, match="Unable to contact"):
         ask(engine)
     assert (tmp_path / "slurm" / "alive").exists()

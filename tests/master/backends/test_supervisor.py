@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -75,13 +74,10 @@ def test_startup_hook_is_found_from_other_working_directory(
 
 
 def ended(started: Started) -> AllocationExit:
-    give_up_at_s = time.monotonic() + 30
-    while True:
-        exit_ = local.poll_exit(*started)
-        if exit_ is not None:
-            return exit_
-        assert time.monotonic() < give_up_at_s
-        time.sleep(0.01)
+    wait_for(lambda: local.poll_exit(*started), deadline_s=30)
+    exit_ = local.poll_exit(*started)
+    assert exit_ is not None
+    return exit_
 
 
 def printed(directory: Path) -> list[tuple[str | None, str]]:

@@ -32,13 +32,12 @@ from dstrial.harness_paths import ENDING_NAME
 from dstrial.hosts.remote import PREFIX, addresses
 from dstrial.hosts.transport import BEAT_S, LEASE_S, ORPHAN_S
 from dstrial.master.backends import local, supervisor, task_venv
-from dstrial.master.backends.backend import SupervisorHandle
+from dstrial.master.backends.backend import AllocationRequest, SupervisorHandle
 from dstrial.master.backends.devices import Slot, find_slots
 from dstrial.master.backends.environment import choose_ports
 from dstrial.master.backends.fork_servers import ForkServers
 from dstrial.master.backends.hosts.streams import Streams, account_of
 from dstrial.master.backends.log_file import LOG_NAME
-from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.state_directory import StateDirectory
 from dstrial.master.trial_files import open_regular, read_json
 
@@ -53,8 +52,8 @@ _output = threading.Lock()
 
 @dataclasses.dataclass(slots=True)
 class _Run:
-    directory: Path
-    handle: SupervisorHandle | None
+    directory: Path  # of the allocation, on this host
+    handle: SupervisorHandle | None  # of the allocation's supervisor; None if none runs
     sent: int | None = None  # number of bytes sent of the log; None until the master requests the log
     mirrored: dict[str, str] = dataclasses.field(default_factory=dict)  # last sent content of ``MIRRORED``
     is_reported: bool = False  # whether the allocation's exit was sent
@@ -80,7 +79,7 @@ class Agent:
         self._name = str(hello["host"])
         self._directory = StateDirectory.choose().path / "hosts" / str(hello["cluster_id"]) / self._name
         # A node of Slurm or Ray has an agent per job, each with its own files.
-        self._suffix = f"-{place}" if (place := str(hello.get("place", ""))) else ""
+        self._suffix = f"-{job_id}" if (job_id := str(hello.get("job_id", ""))) else ""
         self._allocations = self._directory / f"allocations{self._suffix}"
         self._allocations.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = threading.RLock()
@@ -167,7 +166,7 @@ class Agent:
         """Handle a request from the master; handle slow requests in new threads."""
         self._renew_lease(request.get("beat"))
         if "stream" in request:
-            self._streams.take(request)
+            self._streams.handle(request)
             return
         if "piece" in request:
             self._payload += base64.b64decode(request["piece"])
@@ -343,7 +342,10 @@ class Agent:
                 self._send_file(name, file, text.encode() or None)
 
     def _send_file(self, name: str, file: str, data: bytes | None, at: int | None = None) -> None:
-        """Send a file's content or its bytes from ``at`` on; ``data`` None: file deleted."""
+        """Send a file of an allocation to the master.
+
+        ``data`` is the whole content, or the bytes from offset ``at`` on. None means that the file is deleted.
+        """
         text = None if data is None else base64.b64encode(data).decode()
         _send({"id": name, "file": file, "at": at, "data": text})
 

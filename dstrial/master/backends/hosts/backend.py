@@ -1,4 +1,4 @@
-"""Run allocations with slots on other machines, others on the master's machine."""
+"""Run allocations on other machines; those without slots on the master's machine."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dstrial.file_writes import remove_tree
 from dstrial.hosts.hostfile import Host
 from dstrial.master.backends.backend import (
     AllocationExit,
+    AllocationRequest,
     Backend,
     Node,
     NodeAllocation,
@@ -24,11 +25,10 @@ from dstrial.master.backends.backend import (
 )
 from dstrial.master.backends.hosts.link import AgentSettings, HostLink, RemoteRun
 from dstrial.master.backends.local import LocalBackend, begun_checkpoints
-from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.backends.status import HOSTS_NAME, ShownHost, StatusFile
 from dstrial.master.clock import now_us
 
-_BEGIN_S = 8.0
+_BEGIN_S = 8.0  # timeout of the first connections to all hosts
 _EXIT_GRACE_S = 5.0  # grace period in which ranks on other nodes may exit after a node has failed
 
 
@@ -60,11 +60,11 @@ class LinkedBackend(Backend, abc.ABC):
             return self._local.submit(request, run)
         links = [self._require_link(run, on_node) for on_node in run.allocated]
         run.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        ports = links[0].take_ports() or request.ports
+        ports = links[0].pop_ports() or request.ports
         nodes = [link.node() for link in links]
         addresses = tuple(node.address for node in nodes) if len(nodes) > 1 else ("127.0.0.1",)
         for rank, (on_node, link) in enumerate(zip(run.allocated, links, strict=True)):
-            part = dataclasses.replace(
+            node_request = dataclasses.replace(
                 request,
                 slots=(),
                 ports=ports,
@@ -72,7 +72,7 @@ class LinkedBackend(Backend, abc.ABC):
                 node_rank=rank,
                 slot_counts=tuple(len(one.slots) for one in run.allocated),
             )
-            link.submit(run.allocation_id, self._new_part(run, on_node, link, part))
+            link.submit(run.allocation_id, self._new_remote_run(run, on_node, link, node_request))
         return None
 
     def _require_link(self, run: RunRef, on_node: NodeAllocation) -> HostLink:
@@ -81,7 +81,7 @@ class LinkedBackend(Backend, abc.ABC):
             raise MasterError(self._unlinked_reason(run, on_node))
         return link
 
-    def _new_part(
+    def _new_remote_run(
         self, run: RunRef, on_node: NodeAllocation, link: HostLink, request: AllocationRequest | None
     ) -> RemoteRun:
         mirror = self._mirror(run, on_node)
@@ -92,33 +92,33 @@ class LinkedBackend(Backend, abc.ABC):
         # The first node's mirror is the run's directory, which the status and the page read.
         return run.directory if on_node == run.allocated[0] else run.directory / f"node-{on_node.node_id}"
 
-    def _parts(self, run: RunRef) -> list[tuple[HostLink | None, RemoteRun]]:
+    def _remote_runs(self, run: RunRef) -> list[tuple[HostLink | None, RemoteRun]]:
         """Return an allocation's (link, state) per node; link None if the node is gone."""
         found: list[tuple[HostLink | None, RemoteRun]] = []
         for on_node in run.allocated:
             link = self._link_to(run, on_node)
             if link is None:
                 gone = NodeExit(on_node.node_id, 137, 9, "lost", self._unlinked_reason(run, on_node))
-                part = RemoteRun(self._mirror(run, on_node), None, (), "", exit=gone)
+                remote = RemoteRun(self._mirror(run, on_node), None, (), "", exit=gone)
             else:
-                part = link.run(run.allocation_id) or link.recover(
-                    run.allocation_id, self._new_part(run, on_node, link, None)
+                remote = link.run(run.allocation_id) or link.recover(
+                    run.allocation_id, self._new_remote_run(run, on_node, link, None)
                 )
-            found.append((link, part))
+            found.append((link, remote))
         return found
 
     def find(self, run: RunRef) -> SupervisorHandle | None:
         if run.is_on_own_node:
             return self._local.find(run)
-        return self._parts(run)[0][1].handle
+        return self._remote_runs(run)[0][1].handle
 
     def supervisors(self, run: RunRef) -> Mapping[int, SupervisorHandle]:
         if run.is_on_own_node:
             return self._local.supervisors(run)
         return {
-            on_node.node_id: part.handle
-            for on_node, (_, part) in zip(run.allocated, self._parts(run), strict=True)
-            if part.handle is not None
+            on_node.node_id: remote.handle
+            for on_node, (_, remote) in zip(run.allocated, self._remote_runs(run), strict=True)
+            if remote.handle is not None
         }
 
     def observe(self, run: RunRef) -> AllocationExit | None:
@@ -128,16 +128,18 @@ class LinkedBackend(Backend, abc.ABC):
         """
         if run.is_on_own_node:
             return self._local.observe(run)
-        parts = self._parts(run)
-        ended = sorted((part for _, part in parts if part.exit is not None), key=lambda part: part.heard_s)
+        remotes = self._remote_runs(run)
+        ended = sorted(
+            (remote for _, remote in remotes if remote.exit is not None), key=lambda remote: remote.heard_s
+        )
         first = min(ended, key=_failure_order, default=None)
         if first is not None and _has_not_failed(first):
             first = None
-        if len(ended) == len(parts):
+        if len(ended) == len(remotes):
             return _combined_exit(ended, first or ended[-1], self._terminating.get(run.allocation_id))
-        if len(parts) > 1 and run.allocation_id not in self._terminating:
-            for on_node, (link, part) in zip(run.allocated, parts, strict=True):
-                if part.exit is None and link is not None and (why := link.lost_reason()) is not None:
+        if len(remotes) > 1 and run.allocation_id not in self._terminating:
+            for on_node, (link, remote) in zip(run.allocated, remotes, strict=True):
+                if remote.exit is None and link is not None and (why := link.lost_reason()) is not None:
                     exit_ = NodeExit(on_node.node_id, 137, 9, "unreachable", why)
                     self._terminating.setdefault(run.allocation_id, exit_)
         if first is not None:
@@ -152,13 +154,13 @@ class LinkedBackend(Backend, abc.ABC):
     def outputs(self, run: RunRef) -> tuple[Output, ...]:
         if run.is_on_own_node:
             return self._local.outputs(run)
-        pairs = zip(run.allocated, self._parts(run), strict=True)
+        pairs = zip(run.allocated, self._remote_runs(run), strict=True)
         ordered = sorted(pairs, key=lambda pair: _failure_order(pair[1][1]))
         return tuple(Output(on_node.node_id, self._mirror(run, on_node)) for on_node, _ in ordered)
 
     def notes(self, run: RunRef) -> Sequence[str]:
         links = [self._link_to(run, on_node) for on_node in run.allocated]
-        return [note for link in links if link is not None for note in link.take_notes(run.allocation_id)]
+        return [note for link in links if link is not None for note in link.pop_notes(run.allocation_id)]
 
     def begun_checkpoints(self, run: RunRef) -> list[str]:
         """Return uuids of checkpoints that an allocation began to save and did not report.
@@ -172,7 +174,7 @@ class LinkedBackend(Backend, abc.ABC):
         if run.is_on_own_node:
             self._local.ask_to_stop(run)
             return
-        for link, _ in self._parts(run):
+        for link, _ in self._remote_runs(run):
             if link is not None:
                 link.stop(run.allocation_id)
 
@@ -180,7 +182,7 @@ class LinkedBackend(Backend, abc.ABC):
         if run.is_on_own_node:
             self._local.kill(run, leaves_record=leaves_record)
             return
-        for link, _ in self._parts(run):
+        for link, _ in self._remote_runs(run):
             if link is not None:
                 link.kill(run.allocation_id, leaves_record=leaves_record)
 
@@ -204,9 +206,9 @@ class LinkedBackend(Backend, abc.ABC):
 
 
 class HostsBackend(LinkedBackend):
-    """Runs allocations with slots on the hosts of a hostfile (node id -> host).
+    """Runs allocations with slots on the hosts of a hostfile.
 
-    ``notify`` wakes the scheduler; it is called from any thread.
+    ``hosts`` maps node ids to hosts. ``notify`` wakes the scheduler; it is called from any thread.
     """
 
     def __init__(
@@ -240,14 +242,14 @@ class HostsBackend(LinkedBackend):
         self._local.close()
 
 
-def _has_not_failed(part: RemoteRun) -> bool:
-    return part.exit is None or part.exit.exit_code == 0
+def _has_not_failed(remote: RemoteRun) -> bool:
+    return remote.exit is None or remote.exit.exit_code == 0
 
 
-def _failure_order(part: RemoteRun) -> tuple[bool, bool, float]:
+def _failure_order(remote: RemoteRun) -> tuple[bool, bool, float]:
     """Return a sort key that puts the node that caused an allocation's failure first."""
-    is_preempted = part.exit is not None and part.exit.cause == "preempted"
-    return _has_not_failed(part), part.is_consequence or is_preempted, part.heard_s
+    is_preempted = remote.exit is not None and remote.exit.cause == "preempted"
+    return _has_not_failed(remote), remote.is_consequence or is_preempted, remote.heard_s
 
 
 def _ranks_of(run: RunRef, on_node: NodeAllocation) -> str:
@@ -261,9 +263,12 @@ def _combined_exit(
 ) -> AllocationExit:
     """Return the exit of an allocation that has ended on all nodes.
 
-    ``cause`` is the state on the node that failed first or else ended last, ``terminating`` an unreachable node's exit.
+    Args:
+        ended: the allocation's state on each node.
+        cause: the state on the node that failed first; if none failed, on the node that ended last.
+        terminating: exit of an unreachable node because of which the allocation was killed, else None.
     """
-    exits = [part.exit for part in ended if part.exit is not None]
+    exits = [remote.exit for remote in ended if remote.exit is not None]
     exit_ = terminating or cause.exit or exits[-1]
     return AllocationExit(
         exit_code=exit_.exit_code,

@@ -21,7 +21,7 @@ from typing import Any
 from dstrial.file_writes import replace_file
 from dstrial.hosts.connection import HostConnection
 from dstrial.hosts.hostfile import Host
-from dstrial.hosts.preflight import fact_problems, facts_of, named_interface, own_versions, place_of
+from dstrial.hosts.preflight import address_of, fact_problems, facts_of, named_interface, own_versions
 from dstrial.hosts.transport import (
     BEAT_S,
     CONNECT_S,
@@ -34,11 +34,10 @@ from dstrial.hosts.transport import (
     last_line,
     remote_environment,
 )
-from dstrial.master.backends.backend import Cause, Node, NodeExit, SupervisorHandle
+from dstrial.master.backends.backend import AllocationRequest, Cause, Node, NodeExit, SupervisorHandle
 from dstrial.master.backends.devices import Slot
 from dstrial.master.backends.hosts.streams import Streams
 from dstrial.master.backends.log_file import LOG_NAME
-from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.clock import now_us
 from dstrial.master.store.nodes import slot_id_of
 from dstrial.storage_guard import SAVING_DIRECTORY
@@ -65,12 +64,12 @@ class AgentSettings:
     """The master's settings for the agents on its hosts."""
 
     python: str  # path of the interpreter on every host
-    cluster_id: str
+    cluster_id: str  # id of the master
     master_port: int  # on the master's loopback address
     umask: int | None  # umask of entrypoints; None for the default on the host
-    is_warm: bool
-    forks_with_accelerators: bool
-    warm_idle_timeout_s: float
+    is_warm: bool  # whether fork servers may start trials
+    forks_with_accelerators: bool  # whether fork servers may also start trials on accelerators
+    warm_idle_timeout_s: float  # idle time after which a fork server ends
     transport: Transport = dataclasses.field(default_factory=SshTransport)
 
 
@@ -86,12 +85,12 @@ class RemoteRun:
     handle: SupervisorHandle | None = None
     exit: NodeExit | None = None
     is_consequence: bool = False  # whether a rank on another host failed first
-    time_us: int = 0
+    time_us: int = 0  # time of the exit, microseconds since the epoch; 0 before
     heard_s: float = 0.0  # time at which the master learned of the exit, monotonic seconds
-    is_stopping: bool = False
+    is_stopping: bool = False  # whether the entrypoint is asked to stop
     kill: bool | None = None  # ``leaves_record`` of the requested kill; None if none was requested
     is_sent: bool = False  # whether the agent may have received the request
-    notes: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)  # new warnings for the allocation's log
 
 
 class HostLink:
@@ -100,7 +99,7 @@ class HostLink:
     Args:
         notify: wakes the scheduler; called from any thread.
         slot_ids: cluster-wide ids of ``host.slots``; by default computed from the slots' indices.
-        place: suffix that distinguishes agents of several jobs on one node; "" for a host's only agent.
+        job_id: id of the Slurm or Ray job, because a node has an agent for each job; "" for a host of a hostfile.
     """
 
     def __init__(
@@ -111,13 +110,13 @@ class HostLink:
         notify: Callable[[], None],
         *,
         slot_ids: Sequence[int] | None = None,
-        place: str = "",
+        job_id: str = "",
     ) -> None:
         self.node_id = node_id
         self.host = host
         self._settings = settings
         self._notify = notify
-        self._place = place
+        self._job_id = job_id
         ids = [slot_id_of(node_id, number) for number in host.slots] if slot_ids is None else slot_ids
         self._ids = dict(zip(host.slots, ids, strict=True))
         self._is_released = False
@@ -203,7 +202,7 @@ class HostLink:
             self._end_if_lease_over(run)
             return dataclasses.replace(run)
 
-    def take_notes(self, name: str) -> list[str]:
+    def pop_notes(self, name: str) -> list[str]:
         with self._lock:
             run = self._runs.get(name)
             if run is None or not run.notes:
@@ -211,10 +210,10 @@ class HostLink:
             notes, run.notes = run.notes, []
             return notes
 
-    def take_ports(self) -> dict[str, int]:
-        """Return free ports that the host's agent has chosen, by environment variable.
+    def pop_ports(self) -> dict[str, int]:
+        """Return environment variable -> free port of the host, as its agent has chosen.
 
-        Ports are returned once: the result is empty until the agent sends others.
+        The same ports are returned only once: the result is empty until the agent has sent others.
         """
         with self._lock:
             ports, self._ports = self._ports, {}
@@ -369,8 +368,8 @@ class HostLink:
         except TimeoutError:
             self._was_silent = True
         if answer is None:
-            refusal = connection.refusal()
-            return f"{visible_line(refusal.got)}. {refusal.fix}"
+            problem = connection.start_problem()
+            return f"{problem.got}. {problem.fix}"
         facts = facts_of(answer)
         interface = named_interface(os.environ)
         problems = fact_problems([self.host], [facts], own_versions(), environ=os.environ, interface=None)
@@ -378,7 +377,7 @@ class HostLink:
             return "; ".join(f"{visible_line(problem.got)}. {problem.fix}" for problem in problems)
         settings, home = self._settings, facts.environment.get("HOME", "/")
         with self._lock:
-            self._address = place_of(facts, interface)[0] or "127.0.0.1"
+            self._address = address_of(facts, interface)[0] or "127.0.0.1"
             live = [name for name, run in self._runs.items() if run.exit is None]
         connection.send(
             {
@@ -391,7 +390,7 @@ class HostLink:
         connection.send(
             {
                 "host": self.host.name,
-                "place": self._place,
+                "job_id": self._job_id,
                 "ends_with_parent": settings.transport.ends_with_parent,
                 "cluster_id": settings.cluster_id,
                 "slots": list(self.host.slots),
@@ -472,7 +471,7 @@ class HostLink:
 
     def _on_frame(self, frame: Mapping[str, Any]) -> None:
         if "stream" in frame:
-            self._streams.take(frame)
+            self._streams.handle(frame)
         elif "open" in frame:
             self._open_stream(int(frame["open"]))
         else:

@@ -15,10 +15,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-_CHUNK_BYTES = 1 << 16
-_WAITING_CHUNKS = 1024
-# linux net/tcp_states.h
-_ESTABLISHED = "01"
+_CHUNK_BYTES = 1 << 16  # size of one read of a socket
+_WAITING_CHUNKS = 1024  # limit of chunks that a stream's socket has not accepted; then the stream is closed
+_ESTABLISHED = "01"  # state of a connection, in hexadecimal (linux net/tcp_states.h)
 
 
 class Streams:
@@ -42,7 +41,7 @@ class Streams:
         reader.start()
         threading.Thread(target=self._write, args=(number, connection, arrived, reader), daemon=True).start()
 
-    def take(self, frame: Mapping[str, Any]) -> None:
+    def handle(self, frame: Mapping[str, Any]) -> None:
         """Process a frame from the other end; queue its data instead of blocking."""
         with self._lock:
             connection, arrived = self._open.get(int(frame["stream"]), (None, None))

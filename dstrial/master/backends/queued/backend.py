@@ -23,6 +23,7 @@ from dstrial.file_writes import replace_file
 from dstrial.hosts.hostfile import Host
 from dstrial.master.backends.backend import (
     AllocationExit,
+    AllocationRequest,
     Answer,
     Key,
     Node,
@@ -48,7 +49,6 @@ from dstrial.master.backends.queued.jobs import (
     size_of,
     submitted_text,
 )
-from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.backends.status import ENGINE_NAME, ShownEngine, StatusFile
 from dstrial.master.store.nodes import index_of, slot_id_of
 from dstrial.visible_text import visible_line
@@ -151,7 +151,10 @@ class QueuedBackend(LinkedBackend):
         return Answer(slots, refused, messages)
 
     def _slots_for(self, name: str, request: ResourceRequest) -> list[int] | None:
-        """Return slots of a request's running, unused job; None if it has no such job."""
+        """Return the slot ids of a request's job, once an allocation can start in the job.
+
+        None if the request has no job, the job is too small, or an agent on one of its nodes does not answer yet.
+        """
         for job in self._jobs.values():
             nodes = [link.node() for link in job.links.values()]
             if job.seen.key == name and job.is_free and nodes and all(one.why_down is None for one in nodes):
@@ -252,7 +255,10 @@ class QueuedBackend(LinkedBackend):
     # Called with the lock held
 
     def _find_job(self, run: RunRef) -> TrackedJob | None:
-        """Return an allocation's job, if necessary from ``job.json``; None if unknown."""
+        """Return the job in which an allocation runs; None if it is unknown.
+
+        A restarted master reads the job's id from a file in the allocation's directory.
+        """
         job = self._job_of.get(run.allocation_id)
         if job is None and not run.is_on_own_node:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -384,10 +390,10 @@ class QueuedBackend(LinkedBackend):
                 settings,
                 self._on_link,
                 slot_ids=on_node.slots,
-                place=job.seen.id,
+                job_id=job.seen.id,
             )
             if run is not None:  # an agent kills all allocations that its link does not list
-                link.recover(run.allocation_id, self._new_part(run, on_node, link, None))
+                link.recover(run.allocation_id, self._new_remote_run(run, on_node, link, None))
             link.start()
         job.allocated = tuple(allocated.values())
 

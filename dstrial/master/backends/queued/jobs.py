@@ -108,7 +108,7 @@ class TrackedJob:
         return None
 
     def unusable_reason(self, request: ResourceRequest) -> str | None:
-        """Return why the job can never serve a request; None if it can, now or later."""
+        """Return why the request's allocation can never run in the job; None if it can."""
         if self.was_used or self.is_cancelled:
             return "its allocation has ended"
         if self.state == "leaving":

@@ -61,9 +61,12 @@ class RayEngine:
 
     def nodes(self) -> Mapping[str, NodeCapacity]:
         """Return the slots of each node: GPUs, or CPU cores if no node has a GPU."""
-        nodes = usable(parse_nodes(self._bridge.ask("poll")))
+        nodes = self._poll_nodes()
         kind = slot_kind(nodes, os.environ)
         return {node.name: NodeCapacity(node.num_slots(kind)) for node in nodes if node.num_slots(kind)}
+
+    def _poll_nodes(self) -> list[RayNode]:
+        return usable(parse_nodes(self._bridge.ask("poll")))
 
     def job_name(self, job_id: str) -> str:
         return f"placement group {job_id[:_SHOWN_DIGITS]}"
@@ -75,7 +78,7 @@ class RayEngine:
             MasterError: the cluster does not answer.
         """
         try:
-            nodes = usable(parse_nodes(self._bridge.ask("poll")))
+            nodes = self._poll_nodes()
         except ConnectionError as error:
             self.close()
             raise MasterError(
@@ -90,7 +93,7 @@ class RayEngine:
         return [found] if self._nodes and isinstance(found, Refusal) else ()
 
     def submit(self, request: JobRequest) -> str:
-        nodes = usable(parse_nodes(self._bridge.ask("poll")))
+        nodes = self._poll_nodes()
         bundles = bundles_for(request, nodes)
         if isinstance(bundles, Refusal):
             raise EngineRefusedError(

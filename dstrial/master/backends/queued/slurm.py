@@ -41,6 +41,7 @@ from dstrial.slurm.script import (
 
 COMMANDS = ("sbatch", "squeue", "scancel", "srun", "sinfo")
 _ALIVE_PERIOD_S = 60.0  # interval of the master's heartbeats to its jobs (``ALIVE_NAME``)
+# Names in error messages: of the two sources of sbatch options, and of the key of these options.
 _EXPERIMENT = "the experiment's config"
 _MASTER = "the master's settings"
 _OPTIONS = "slurm.sbatch_args"
@@ -95,7 +96,7 @@ class SlurmEngine:
         self._send_heartbeat()  # even if Slurm does not answer, as jobs end without heartbeats
         code, output, errors = client.run_slurm(list(words))
         if code:
-            raise ConnectionError(client.away_reason(errors or output, words[0], code))
+            raise ConnectionError(client.failure_reason(errors or output, words[0], code))
         return output
 
     def unsatisfiable_reasons(self, request: JobRequest) -> Sequence[Refusal]:
@@ -195,9 +196,7 @@ class SlurmEngine:
         if time.monotonic() > self._alive_s + _ALIVE_PERIOD_S:
             self._alive_s = time.monotonic()
             with contextlib.suppress(OSError):
-                path = self._directory / ALIVE_NAME
-                path.touch()
-                os.utime(path)
+                (self._directory / ALIVE_NAME).touch()
 
 
 def state_of(job: Job) -> JobState:
@@ -238,18 +237,21 @@ def parts_of(text: str) -> tuple[Part, ...]:
     return tuple(Part(name, count) for name, count in zip(names, counts, strict=True))
 
 
-def refusal_of(request: JobRequest, said: str, fix: str) -> Refusal:
-    """Return sbatch's error (``said``) as an error in the experiment's config. Pure."""
+def refusal_of(request: JobRequest, message: str, fix: str) -> Refusal:
+    """Return sbatch's error message as an error in the experiment's config. Pure.
+
+    ``request`` is the rejected request. ``fix`` says what users can do.
+    """
     slots = f"{request.num_slots} slot{'s' if request.num_slots != 1 else ''}"
     options = request.settings.get("sbatch_args")
-    is_for_nodes = client.lacks_nodes(said)
+    is_for_nodes = client.lacks_nodes(message)
     key, got = _OPTIONS, render(options) if options else "not given"
     expected = f"options with which Slurm takes a job of {slots}"
     if request.settings and not options:
         key, got = "slurm", render(request.settings)
     elif is_for_nodes and not options:
         key, got, expected = "resources.slots_per_trial", str(request.num_slots), "a job that Slurm takes"
-    return Refusal(key, got, f"{expected}; {said}", fix, is_for_nodes)
+    return Refusal(key, got, f"{expected}; {message}", fix, is_for_nodes)
 
 
 def script_of(request: JobRequest, settings: Mapping[str, object], name: str, directory: Path) -> str:

@@ -13,7 +13,13 @@ from waiting import wait_for
 
 from dstrial.errors import DstrialError, MasterError
 from dstrial.hosts.transport import Transport
-from dstrial.master.backends.backend import NodeAllocation, ResourceRequest, RunRef, SlotsGoneError
+from dstrial.master.backends.backend import (
+    AllocationRequest,
+    NodeAllocation,
+    ResourceRequest,
+    RunRef,
+    SlotsGoneError,
+)
 from dstrial.master.backends.engine import (
     EngineJob,
     EngineRefusedError,
@@ -26,7 +32,6 @@ from dstrial.master.backends.fork_servers import ForkServers
 from dstrial.master.backends.hosts.link import AgentSettings
 from dstrial.master.backends.local import LocalBackend
 from dstrial.master.backends.queued.backend import QueuedBackend
-from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.scheduler.reconciler import failed_start
 from dstrial.master.store.nodes import slot_id_of
 
