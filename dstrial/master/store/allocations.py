@@ -191,19 +191,6 @@ def uses(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[
     return fetch_all(AllocationUsage, connection, sql, {"before": before_us, "after": after_us})
 
 
-def busy(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[tuple[int, int, int | None]]:
-    """Return (slot count, start, end) of allocations that overlap a time range.
-
-    Times are microseconds since the epoch; the end of an active allocation is None. Allocations without slots are skipped.
-    """
-    rows = connection.execute(
-        "SELECT json_array_length(slots) AS num_slots, start_us, end_us FROM allocations "
-        "WHERE start_us < :before AND (end_us IS NULL OR end_us > :after) AND slots != '[]'",
-        {"before": before_us, "after": after_us},
-    )
-    return [(int(row["num_slots"]), int(row["start_us"]), row["end_us"]) for row in rows]
-
-
 def spans(connection: sqlite3.Connection, use: AllocationUsage, now_us: int) -> list[tuple[str, int, int]]:
     """Return the intervals (activity, start us, end us) of an allocation.
 

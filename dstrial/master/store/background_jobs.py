@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import Any
 
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction, fetch_all, fetch_one
+from dstrial.master.store.database import Transaction, fetch_one
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,9 +46,3 @@ def next_pending(connection: sqlite3.Connection, but: Collection[int] = ()) -> B
 
 def done(tx: Transaction, work_id: int) -> None:
     tx.execute("DELETE FROM work WHERE id = ?", (work_id,))
-
-
-def collections(connection: sqlite3.Connection) -> list[BackgroundJob]:
-    """Return the jobs that `det task list` shows as checkpoint GC tasks."""
-    sql = "SELECT * FROM work WHERE experiment_id > 0 AND kind != 'sweep' ORDER BY id"
-    return fetch_all(BackgroundJob, connection, sql)

@@ -40,7 +40,6 @@ Connection: TypeAlias = sqlite3.Connection  # for the functions of the store onl
 
 SqlError = sqlite3.Error
 OperationalError = sqlite3.OperationalError
-IntegrityError = sqlite3.IntegrityError
 
 
 _CONVERTERS: dict[Any, Callable[[Any], Any]] = {
@@ -205,18 +204,6 @@ class Transaction:
             assignments = ", ".join(f"{name} = ?" for name in columns)
             values = [stored(given) for given in columns.values()]
             self.execute(f"UPDATE {table} SET {assignments} WHERE {key} = ?", (*values, value))  # noqa: S608 - as said
-
-    @contextlib.contextmanager
-    def savepoint(self) -> Iterator[None]:
-        """Run a block; if it raises, roll back the block's writes only."""
-        self.execute("SAVEPOINT part")
-        try:
-            yield
-        except BaseException:
-            self.execute("ROLLBACK TO part")
-            raise
-        finally:
-            self.execute("RELEASE part")
 
     def publish(self, *topics: str) -> None:
         """Queue topics, such as "trial:7", to notify their listeners after the commit."""

@@ -176,13 +176,6 @@ def _webhook(connection: sqlite3.Connection, row: sqlite3.Row) -> Webhook:
     )
 
 
-def change_url(tx: Transaction, webhook_id: int, url: str) -> None:
-    """Change a webhook's URL; pending events are sent to the new URL."""
-    check_url(url)
-    tx.update("webhooks", webhook_id, {"url": url})
-    tx.publish(EVENTS_TOPIC)
-
-
 def delete(tx: Transaction, webhook_id: int) -> None:
     """Delete a webhook and its pending events."""
     tx.execute("DELETE FROM webhooks WHERE id = ?", (webhook_id,))
