@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from dstrial.file_writes import replace_file
 from dstrial.master.backends import local
@@ -286,7 +286,7 @@ def open_services(
         path = state_dir / "credentials.json"
         if has_passwords:
             # Write the file before the rows of users, so that a crash cannot leave unknown passwords.
-            _write_secret(path, passwords)
+            replace_file(path, json.dumps(passwords, indent=2) + "\n", is_private=True)
         else:
             path.unlink(missing_ok=True)
         database.write(lambda tx: users.create_first_users(tx, passwords))
@@ -304,7 +304,3 @@ def open_services(
         transport=transport,
         signing_key=load_key(StateDirectory(state_dir).webhook_key_path),
     )
-
-
-def _write_secret(path: Path, content: dict[str, Any]) -> None:
-    replace_file(path, json.dumps(content, indent=2) + "\n", is_private=True)

@@ -135,7 +135,7 @@ def stop_experiment(tx: Transaction, experiment_id: int, stopping: str, why: str
     return True
 
 
-def fail_experiment(tx: Transaction, experiment_id: int, why: str) -> None:
+def _fail_experiment(tx: Transaction, experiment_id: int, why: str) -> None:
     """Kill an experiment's trials, and end the experiment in ERROR; ``why`` is stored."""
     experiment_rows.update(tx, experiment_id, end_reason=why)
     for trial_id in trial_rows.open_ids(tx.connection, experiment_id):
@@ -210,7 +210,7 @@ def _send_to_searcher(tx: Transaction, experiment_id: int, event: Callable[[Sear
     try:
         actions = event(searcher)
     except SearchError as error:
-        fail_experiment(tx, experiment_id, str(error))
+        _fail_experiment(tx, experiment_id, str(error))
         return
     _apply_actions(tx, row, config, searcher, actions)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 import logging
 import math
@@ -35,6 +34,7 @@ from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.reports.logs import add_master_line
+from dstrial.master.store.tokens import hash_token
 
 if TYPE_CHECKING:
     from dstrial.master.services import Services
@@ -190,7 +190,7 @@ class Dispatcher:
         excluded_nodes: Mapping[int, frozenset[int]],
     ) -> None:
         """Add waiting trials to ``queue.entries``; ``excluded_nodes`` is by trial id."""
-        is_single_node = functools.cache(functools.partial(_is_single_node, connection))
+        is_single_node = functools.cache(functools.partial(resizing.is_single_node, connection))
         largest = queue.largest
         for row in trials:
             if self._backoff.delay_s(row.id):
@@ -300,13 +300,13 @@ class Dispatcher:
         first_ports = None  # the ports of a trial
         if isinstance(waiting, commands.CommandInfo):
             first_ports = TENSORBOARD_PORTS if waiting.kind == "TENSORBOARD" else {}
-        tokens, hashes = _new_tokens()
+        tokens = {kind: secrets.token_urlsafe(32) for kind in ("allocation", "user")}
         resources: dict[str, Any] = {
             "slots": slots,
             "ports": choose_ports(set(used_ports), first_ports),
             "resources_id": str(uuid.uuid4()),
             "directory": str(self._directory),
-            "token_hashes": hashes,
+            "token_hashes": {kind: hash_token(token) for kind, token in tokens.items()},
         }
 
         def assign(tx: Transaction) -> Allocation | None:
@@ -405,17 +405,7 @@ def _with_slots(live: list[Allocation], places: Sequence[Node], off: Mapping[int
     )
 
 
-def _is_single_node(connection: Connection, experiment_id: int) -> bool:
-    config = json.loads(experiment_rows.require(connection, experiment_id).config)
-    return bool((config.get("resources") or {}).get("is_single_node"))
-
-
 def _insert_node_allocations(tx: Transaction, allocation_id: str, slots: Sequence[int]) -> None:
     """Store an allocation's nodes in rank order; leave out the master's machine."""
     others = dict.fromkeys(nodes.node_of(slot_id) for slot_id in slots)
     nodes.insert_parts(tx, allocation_id, [node_id for node_id in others if node_id != nodes.OWN_NODE])
-
-
-def _new_tokens() -> tuple[dict[str, str], dict[str, str]]:
-    tokens = {kind: secrets.token_urlsafe(32) for kind in ("allocation", "user")}
-    return tokens, {kind: hashlib.sha256(token.encode()).hexdigest() for kind, token in tokens.items()}

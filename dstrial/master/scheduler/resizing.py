@@ -74,20 +74,24 @@ def find_growth(
         more = _choices(connection, row.trial_id, row.experiment_id, len(slots) + 1, elasticity.at_most)
         if not more:
             continue
-        config = json.loads(experiment_rows.require(connection, row.experiment_id).config)
-        is_on_one_node = bool((config.get("resources") or {}).get("is_single_node"))
         one = Waiting(
             row.trial_id,
             row.experiment_id,
             more[0],
             row.max_slots,
-            is_on_one_node=is_on_one_node,
+            is_on_one_node=is_single_node(connection, row.experiment_id),
             choices=more,
         )
         target = grown(one, slots, free, enabled, used_by.get(row.experiment_id, 0))
         if target > len(slots):
             return row.trial_id, f"it grows from {len(slots)} to {target} slots, which are free"
     return None
+
+
+def is_single_node(connection: Connection, experiment_id: int) -> bool:
+    """Return whether ``resources.is_single_node`` of an experiment's config is set."""
+    config = json.loads(experiment_rows.require(connection, experiment_id).config)
+    return bool((config.get("resources") or {}).get("is_single_node"))
 
 
 def grown(

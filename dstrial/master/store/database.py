@@ -176,7 +176,7 @@ class Transaction:
         self.connection = connection
         self._topics: set[str] = set()
 
-    def execute(self, sql: str, parameters: Sequence[Any] | dict[str, Any] = ()) -> sqlite3.Cursor:
+    def execute(self, sql: str, parameters: Parameters = ()) -> sqlite3.Cursor:
         return self.connection.execute(sql, parameters)
 
     def executemany(self, sql: str, rows: Iterable[Sequence[Any]]) -> sqlite3.Cursor:

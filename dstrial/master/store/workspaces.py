@@ -151,18 +151,14 @@ def require_template(connection: sqlite3.Connection, name: str) -> Template:
     return required(row, f"template {name[:80]!r}", Hint.LIST_TEMPLATES)
 
 
-def refuse_existing_template(connection: sqlite3.Connection, name: str) -> None:
-    """Raise if a template name is empty or already in use."""
+def create_template(tx: Transaction, name: str, config: Mapping[str, Any], workspace_id: int) -> None:
+    """Insert a template; raise ``StoreError`` if the name is empty or in use."""
     if not name.strip():
         raise InvalidError("the template's name is empty; expected a text. Choose a name.")
-    if exists(connection, "SELECT 1 FROM templates WHERE name = ?", (name,)):
+    if exists(tx.connection, "SELECT 1 FROM templates WHERE name = ?", (name,)):
         raise ConflictError(
             f"template {name[:80]!r} exists; expected a name that is not in use.", Hint.SET_TEMPLATE
         )
-
-
-def create_template(tx: Transaction, name: str, config: Mapping[str, Any], workspace_id: int) -> None:
-    refuse_existing_template(tx.connection, name)
     tx.insert("templates", {"name": name, "config": config, "workspace_id": workspace_id})
 
 

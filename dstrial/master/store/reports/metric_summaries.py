@@ -108,12 +108,17 @@ def plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {str(name): _plain_value(value) for name, value in metrics.items()}
 
 
-def _plain_value(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return ``value``, or "NaN", "Infinity" or "-Infinity" for a non-finite float."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _plain_value(value: Any) -> Any:
     if isinstance(value, Mapping):
         return plain(value)
-    return [_plain_value(item) for item in value] if isinstance(value, list) else value
+    return [_plain_value(item) for item in value] if isinstance(value, list) else finite(value)
 
 
 def summarised(before: Mapping[str, Any] | None, value: Any) -> dict[str, Any]:
@@ -129,7 +134,7 @@ def summarised(before: Mapping[str, Any] | None, value: Any) -> dict[str, Any]:
         text = value if isinstance(value, str) else json.dumps(value)
         last = value if len(text) <= MAX_LAST_CHARS else f"{text[:MAX_LAST_CHARS]}…"
         return {"count": count, "last": last, "type": kind}
-    last = _plain_value(value)
+    last = finite(value)
     if before is None or before.get("type") != "number" or "sum" not in before:
         same = dict.fromkeys(("sum", "mean", "min", "max", "last"), last)
         return {"count": 1, **same, "type": "number"}
@@ -138,10 +143,10 @@ def summarised(before: Mapping[str, Any] | None, value: Any) -> dict[str, Any]:
     low, high = _number(before["min"]), _number(before["max"])
     return {
         "count": count,
-        "sum": _plain_value(total),
-        "mean": _plain_value(total / count),
-        "min": _plain_value(number if number < low else low),
-        "max": _plain_value(number if number > high else high),
+        "sum": finite(total),
+        "mean": finite(total / count),
+        "min": finite(number if number < low else low),
+        "max": finite(number if number > high else high),
         "last": last,
         "type": "number",
     }

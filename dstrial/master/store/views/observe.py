@@ -192,14 +192,12 @@ def last_log_id(state: StateDirectory, trial_id: int) -> int:
 
 
 def num_live_allocations(state: StateDirectory) -> int:
-    rows = _query(state, "SELECT COUNT(*) FROM allocations WHERE state != 'TERMINATED'")
-    return int(rows[0][0]) if rows else 0
+    return _query_number(state, "SELECT COUNT(*) FROM allocations WHERE state != 'TERMINATED'")
 
 
 def num_pending_jobs(state: StateDirectory) -> int:
     """Count pending background jobs that delete files."""
-    rows = _query(state, "SELECT COUNT(*) FROM work")
-    return int(rows[0][0]) if rows else 0
+    return _query_number(state, "SELECT COUNT(*) FROM work")
 
 
 def supervisors(state: StateDirectory) -> list[Supervisor]:
@@ -213,15 +211,17 @@ def supervisors(state: StateDirectory) -> list[Supervisor]:
 
 
 def usage(state: StateDirectory) -> Usage:
-    used = _query(
-        state,
-        "SELECT COALESCE(SUM(json_array_length(slots)), 0) FROM allocations WHERE state != 'TERMINATED'",
-    )
+    used = "SELECT COALESCE(SUM(json_array_length(slots)), 0) FROM allocations WHERE state != 'TERMINATED'"
     counts = [
         dict(_query(state, f"SELECT state, COUNT(*) FROM {table} GROUP BY state ORDER BY state"))  # noqa: S608 - ours
         for table in ("experiments", "trials")
     ]
-    return Usage(int(used[0][0]) if used else 0, counts[0], counts[1])
+    return Usage(_query_number(state, used), counts[0], counts[1])
+
+
+def _query_number(state: StateDirectory, sql: str) -> int:
+    rows = _query(state, sql)
+    return int(rows[0][0]) if rows else 0
 
 
 def _query(state: StateDirectory, sql: str) -> list[tuple[Any, ...]]:
