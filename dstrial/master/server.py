@@ -10,9 +10,11 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
+import importlib
 import json
 import logging
 import os
+import pkgutil
 import signal
 import socket
 import sys
@@ -44,6 +46,8 @@ from dstrial.visible_text import visible, visible_line
 
 if TYPE_CHECKING:
     from dstrial.master.backends.devices import Slot
+    from dstrial.master.http.router import Route
+    from dstrial.master.proxy import ProxyMiddleware
     from dstrial.master.scheduler.scheduler import Scheduler
     from dstrial.master.services import Services
     from dstrial.master.settings import MasterSettings
@@ -231,6 +235,28 @@ def _configure_log(state: StateDirectory, level: str, *, shows_log: bool) -> Non
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
 
 
+def all_routes() -> list[Route]:
+    """Return the routes of all modules in ``dstrial.master.api`` and ``.web``."""
+    from dstrial.master import api, web
+
+    names = [
+        name
+        for package in (api, web)
+        for name in sorted(
+            module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+        )
+    ]
+    return [route for name in names for route in getattr(importlib.import_module(name), "routes", ())]
+
+
+def create_app(services: Services) -> ProxyMiddleware:
+    """Return the ASGI application: the API, the web page and proxied services of tasks."""
+    from dstrial.master.http.router import Api
+    from dstrial.master.proxy import ProxyMiddleware
+
+    return ProxyMiddleware(services, Api(services, all_routes()))
+
+
 def _run(
     state: StateDirectory,
     services: Services,
@@ -240,7 +266,6 @@ def _run(
     num_connections: int,
     on_ready: Callable[[MasterRecord], None],
 ) -> None:
-    from dstrial.master.app import create_app
     from dstrial.master.http.connection import MAX_CONNECTIONS, MAX_HEAD_BYTES, Connection
     from dstrial.master.proxy import websocket_protocol
     from dstrial.master.scheduler.scheduler import Scheduler

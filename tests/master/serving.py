@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import uvicorn
 from rows import add
 
-from dstrial.master.app import create_app
 from dstrial.master.backends.devices import Slot
 from dstrial.master.http.connection import Connection
 from dstrial.master.pubsub import PubSub
+from dstrial.master.server import create_app
 from dstrial.master.services import Services, open_services
 from dstrial.master.settings import MasterSettings
 from dstrial.master.store import tokens, users

@@ -22,9 +22,9 @@ from dstrial.master.lifecycle.storages import Storages
 from dstrial.master.pubsub import PubSub
 from dstrial.master.scheduler.backoff import Backoff
 from dstrial.master.store import allocations, background_jobs, checkpoints, experiments, models
-from dstrial.master.store.backups import make_daily_copy
 from dstrial.master.store.database import Database, OperationalError, Transaction, find_cluster_id
 from dstrial.master.store.reports import logs
+from dstrial.master.store.sqlite_file import make_daily_copy
 
 logger = logging.getLogger("dstrial.master.janitor")
 
