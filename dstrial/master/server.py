@@ -155,7 +155,7 @@ def serve(
 
 
 def with_options(settings: MasterSettings, options: MasterOptions) -> MasterSettings:
-    """Return the settings; the command line's Python and back end take precedence."""
+    """Return the settings, with the interpreter and back end of the command line."""
     return dataclasses.replace(
         settings,
         hosts_python=options.python or settings.hosts_python,
@@ -250,7 +250,7 @@ def all_routes() -> list[Route]:
 
 
 def create_app(services: Services) -> ProxyMiddleware:
-    """Return the ASGI application: the API, the web page and proxied services of tasks."""
+    """Return the ASGI application: API, web page and proxied services of tasks."""
     from dstrial.master.http.router import Api
     from dstrial.master.proxy import ProxyMiddleware
 

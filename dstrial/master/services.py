@@ -195,7 +195,7 @@ class Services:
         return next((node.name for node in self.backend.nodes() if node.id == node_id), self.agent_id)
 
     def agent_of(self, allocation: Allocation) -> str:
-        """Return the names of an allocation's nodes.
+        """Return the names of an allocation's nodes, separated by commas.
 
         An allocation without slots is on the master's machine.
         """

@@ -64,7 +64,10 @@ class StateDirectory:
 
     @classmethod
     def choose(cls, state_dir: str | os.PathLike[str] | None = None) -> StateDirectory:
-        """Return ``state_dir``, else DSTRIAL_STATE_DIR, else the user data directory."""
+        """Return the state directory at ``state_dir``, $DSTRIAL_STATE_DIR or the default.
+
+        The first that is given counts. The default is ``dstrial`` in the user's data directory.
+        """
         asked = state_dir or os.environ.get(STATE_DIR_VARIABLE)
         if asked:
             return cls(Path(asked).absolute())

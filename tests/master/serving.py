@@ -96,12 +96,7 @@ class Master:
         return self.services.database.write(function)
 
     def change(self, sql: str, *parameters: Any) -> None:
-        """Run one SQL statement and invalidate the token cache."""
-
-        def write(tx: Transaction) -> None:
-            tx.execute(sql, parameters)
-
-        self.write(write)
+        self.write(lambda tx: tx.execute(sql, parameters))
 
     def rows(self, sql: str, *parameters: Any) -> list[dict[str, Any]]:
         with self.services.database.read() as connection:

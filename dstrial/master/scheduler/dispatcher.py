@@ -50,20 +50,24 @@ _Entry: TypeAlias = "tuple[jobs.WaitingTrial | commands.CommandInfo, Waiting]"
 
 @dataclasses.dataclass(slots=True)
 class _Queue:
-    """Waiting jobs and slots at one poll."""
+    """The waiting trials and commands and the slots, as read by one poll."""
 
     live: list[Allocation]
     enabled: frozenset[int] = frozenset()  # ids of slots
     free: frozenset[int] = frozenset()  # enabled and unused
     used_by: Mapping[int, int] = dataclasses.field(default_factory=dict)  # slots in use by experiment
-    is_settled: bool = True  # whether no node went down within the grace period
+    is_settled: bool = True  # False if a node went down less than the grace period ago
     disabled: frozenset[int] = frozenset()  # ids of disabled nodes
     is_all_off: bool = False  # whether all nodes are disabled
     is_idle: bool = False  # whether no job waits, and no trial may grow
     excluded: Sequence[jobs.WaitingTrial] = ()  # trials whose log policies exclude every node
-    rows: Sequence[jobs.WaitingTrial | commands.CommandInfo] = ()
-    entries: list[_Entry] = dataclasses.field(default_factory=list)  # the most urgent first
+    rows: Sequence[jobs.WaitingTrial | commands.CommandInfo] = ()  # of all waiting trials and commands
+    entries: list[_Entry] = dataclasses.field(
+        default_factory=list
+    )  # those that may start, the most urgent first
+    # Trials that need more slots than are enabled.
     lacking: list[jobs.WaitingTrial] = dataclasses.field(default_factory=list)
+    # Trials whose checkpoint or config could not be read, with the error.
     failed: list[tuple[jobs.WaitingTrial, Exception]] = dataclasses.field(default_factory=list)
 
     @property
@@ -132,7 +136,10 @@ class Dispatcher:
         self._backoff.record_failure(row.id)
 
     def _is_without_storage(self, row: jobs.WaitingTrial | commands.CommandInfo) -> bool:
-        """Return whether a trial's storage is unavailable; then log this and back off."""
+        """Return whether a trial's checkpoint storage is unavailable.
+
+        If it is, log this in the trial's log and postpone the trial. Always False for commands.
+        """
         if not isinstance(row, jobs.WaitingTrial):
             return False
         trouble = self._services.storages.trouble_of(row.experiment_id)
@@ -215,7 +222,10 @@ class Dispatcher:
                 queue.entries.append((row, one))
 
     def _num_slots(self, connection: Connection, row: jobs.WaitingTrial, queue: _Queue) -> int:
-        """Return how many slots a waiting trial needs; fewer if only fewer are enabled."""
+        """Return the slot count for a waiting trial: ``slots_per_trial``, or fewer.
+
+        A trial gets fewer slots only if not enough are available and its checkpoint can resume on fewer.
+        """
         wanted, num_enabled = row.slots_per_trial, len(queue.enabled)
         available = num_enabled if row.max_slots is None else min(num_enabled, row.max_slots)
         if wanted <= available:
@@ -255,7 +265,10 @@ class Dispatcher:
         self._database.write(end)
 
     def _ask_engine(self, queue: _Queue, waiting: Sequence[Waiting]) -> Answer | None:
-        """Request slots from Slurm or Ray; return None if the master assigns them itself."""
+        """Request slots from Slurm or Ray, and return the answer.
+
+        Returns None if the master assigns the slots itself.
+        """
         requests = requests_of(waiting, queue.used_by, queue.disabled, self._describe)
         answer = self._backend.request(requests)
         if answer is not None:
@@ -277,7 +290,10 @@ class Dispatcher:
         return started
 
     def _grow(self, queue: _Queue) -> None:
-        """Stop a trial that can resume on more slots, unless a job waits or a trial ends."""
+        """Stop one trial that can resume on more slots with a checkpoint.
+
+        No-op if a trial or command waits for slots, or an allocation is stopping.
+        """
         capacity = {node: len(slots) for node, slots in by_node(queue.enabled).items()}
         is_ending = any(row.preempt_us is not None or row.kill_us is not None for row in queue.live)
         if not queue.is_settled or is_ending:
@@ -377,7 +393,10 @@ class Dispatcher:
 
 
 def _with_slots(live: list[Allocation], places: Sequence[Node], off: Mapping[int, bool]) -> _Queue:
-    """Return a queue with the slots of ``places`` (nodes); ``off`` are disabled slots."""
+    """Return a queue that has the slots of all nodes (``places``) and no entries yet.
+
+    ``off`` are the disabled slots and nodes, as ``jobs.disabled_slots`` returns them.
+    """
     # A node that went down within the grace period counts as enabled, so that a short outage shrinks no trial.
     grace_start_us = now_us() - _NODE_GRACE_US
     enabled = {
@@ -406,6 +425,9 @@ def _with_slots(live: list[Allocation], places: Sequence[Node], off: Mapping[int
 
 
 def _insert_node_allocations(tx: Transaction, allocation_id: str, slots: Sequence[int]) -> None:
-    """Store an allocation's nodes in rank order; leave out the master's machine."""
+    """Store on which nodes besides the master's machine an allocation runs.
+
+    ``slots`` are slot ids in rank order.
+    """
     others = dict.fromkeys(nodes.node_of(slot_id) for slot_id in slots)
     nodes.insert_parts(tx, allocation_id, [node_id for node_id in others if node_id != nodes.OWN_NODE])

@@ -29,7 +29,7 @@ from dstrial.master.store.sqlite_file import make_daily_copy
 logger = logging.getLogger("dstrial.master.janitor")
 
 _PERIOD_S = 3600.0  # interval of checks for old logs, unused environments and a due copy
-_RETRY_S = 5.0  # first backoff of a job whose storage is unavailable
+_RETRY_S = 5.0  # delay until the first retry of a job whose storage is unavailable; each further delay is twice as long
 
 
 class _StorageUnavailableError(DstrialError):
@@ -154,7 +154,10 @@ class Janitor:
             raise _StorageUnavailableError(trouble)
 
     def _abandon(self, row: background_jobs.BackgroundJob, why: str) -> None:
-        """Drop a failed job; if it was an experiment's deletion, set DELETE_FAILED."""
+        """Drop a background job that failed for reason ``why``.
+
+        If the job was an experiment's deletion, set the experiment to DELETE_FAILED.
+        """
 
         def drop(tx: Transaction) -> None:
             if row.kind == "delete_experiment":

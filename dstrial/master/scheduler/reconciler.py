@@ -101,7 +101,10 @@ class Reconciler:
         return wait_s
 
     def _poll_one(self, row: Allocation) -> bool:
-        """Reconcile an allocation, or back off; return whether more output is ready."""
+        """Reconcile an allocation; return whether more of its output is ready to be read.
+
+        An error is logged and postpones the next poll of this allocation.
+        """
         self._services.record_scheduler_step(f"polling allocation {row.id}")
         try:
             has_more = self._reconcile(row, run_of(row), self._states[row.id])
@@ -113,7 +116,10 @@ class Reconciler:
         return has_more
 
     def _reconcile(self, row: Allocation, run: RunRef, state: _State) -> bool:
-        """Store an allocation's new output and exit; return whether more output is ready."""
+        """Store an allocation's new output and its exit, and stop it if a request is due.
+
+        Returns whether more output is ready to be read.
+        """
         # Kill first, as reading files may fail.
         if row.kill_us is not None and time.monotonic() > state.kill_again_s:
             state.kill_again_s = time.monotonic() + _KILL_RETRY_S
@@ -160,7 +166,7 @@ class Reconciler:
             self._database.write(lambda tx: release(tx, row, text, is_kill=True))
 
     def _read_outputs(self, row: Allocation, run: RunRef, state: _State) -> bool:
-        """Store new output of an allocation; return whether more is ready."""
+        """Store new output of an allocation; return whether more is ready to be read."""
         parts: Mapping[int, nodes.AllocationNode] = {}
         if not run.is_on_own_node:
             with self._database.read() as connection:
@@ -266,6 +272,7 @@ class Reconciler:
 
 
 def release(tx: Transaction, row: Allocation, why: str, *, is_kill: bool) -> None:
+    """Request a stop or, if ``is_kill``, a kill of an allocation; log ``why``."""
     if row.is_command:
         life.release(tx, row, why, is_kill=is_kill)
     else:
@@ -289,7 +296,10 @@ def _expired_grace_period(row: Allocation, state: _State) -> str | None:
 
 
 def _with_explanation(directory: Path, exit_: AllocationExit) -> tuple[AllocationExit, str | None]:
-    """Return ``exit_`` with an explanation, and the traceback in the output or None."""
+    """Return (exit with an explanation, traceback) of a failed allocation.
+
+    The traceback is the first in the output in ``directory``, or None. An explanation that ``exit_`` has is kept.
+    """
     traceback = first_traceback(printed(directory))
     if exit_.explanation is None:
         exit_ = dataclasses.replace(exit_, explanation=explain_failure(printed(directory), traceback))

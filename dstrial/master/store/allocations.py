@@ -109,7 +109,7 @@ def insert(
 
 
 def last_runs(connection: sqlite3.Connection, trial_id: int, run_id: int, limit: int) -> list[Allocation]:
-    """Return at most ``limit`` allocations of runs up to ``run_id``, newest first."""
+    """Return a trial's last ``limit`` allocations up to run ``run_id``, newest first."""
     condition = "trial_id = ? AND run_id <= ? ORDER BY run_id DESC LIMIT ?"
     return _where(connection, condition, trial_id, run_id, limit)
 
@@ -133,8 +133,8 @@ def note_report(tx: Transaction, trial_id: int, run_id: int, *, has_trained: boo
 def advance_log(tx: Transaction, allocation_id: str, before: int, after: int, num_lines: int) -> bool:
     """Advance the byte offset up to which an allocation's log file is stored.
 
-    Moves the offset from ``before`` to ``after``, with ``num_lines`` lines in between, and returns True. If the current offset is
-    not ``before``, changes nothing and returns False.
+    Moves the offset from ``before`` to ``after``, with ``num_lines`` lines in between, and returns True. If the current offset
+    is not ``before``, changes nothing and returns False.
     """
     cursor = tx.execute(
         "UPDATE allocations SET log_offset = ?, log_lines = log_lines + ? WHERE id = ? AND log_offset = ?",
@@ -173,7 +173,7 @@ class AllocationUsage:
     user_id: int
     username: str
     experiment_id: int  # 0 for a command
-    workspace_name: str  # when the allocation started
+    workspace_name: str  # name at the start of the allocation
     labels: tuple[str, ...]  # of the experiment
     num_slots: int
     start_us: int

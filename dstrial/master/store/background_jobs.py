@@ -39,7 +39,7 @@ def request(tx: Transaction, kind: str, experiment_id: int, payload: dict[str, A
 
 
 def next_pending(connection: sqlite3.Connection, but: Collection[int] = ()) -> BackgroundJob | None:
-    """Return the oldest job, except ids in ``but``; None if there is none."""
+    """Return the oldest background job whose id is not in ``but``, or None."""
     sql = "SELECT * FROM work WHERE id NOT IN (SELECT value FROM json_each(?)) ORDER BY id LIMIT 1"
     return fetch_one(BackgroundJob, connection, sql, (json.dumps(list(but)),))
 

@@ -30,14 +30,14 @@ __all__ = ["SCHEMA_VERSION", "Database", "Transaction"]
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-_MAX_GROUP = 512
-_MAX_GROUP_S = 0.05
-_MAX_IDLE_READERS = 8
+_MAX_GROUP = 512  # writes per commit
+_MAX_GROUP_S = 0.05  # time in which a group collects further writes before its commit
+_MAX_IDLE_READERS = 8  # open connections that later reads reuse
 _RECENT_S = 30.0  # status reports a failed write for this long; rejected clients retry within this time
 
 Connection: TypeAlias = sqlite3.Connection  # for the functions of the store only
 
-
+# Names for modules outside the store, which do not import sqlite3.
 SqlError = sqlite3.Error
 OperationalError = sqlite3.OperationalError
 
@@ -183,9 +183,10 @@ class Transaction:
         return self.connection.executemany(sql, rows)
 
     def insert(self, table: str, columns: Mapping[str, Any], verb: str = "INSERT") -> int:
-        """Insert a row and return its id; ``stored`` converts the values.
+        """Insert a row and return its id; mappings and lists are stored as JSON.
 
-        ``verb`` may be "INSERT OR IGNORE" or "INSERT OR REPLACE". ``table`` and column names must not be user input.
+        ``columns`` maps column name -> value. ``verb`` may be "INSERT OR IGNORE" or "INSERT OR REPLACE". ``table`` and the
+        column names must not be user input.
         """
         names = ", ".join(columns)
         values = [stored(value) for value in columns.values()]
@@ -196,9 +197,10 @@ class Transaction:
         return int(self.execute(f"SELECT COUNT(*) FROM {table} WHERE {where}", parameters).fetchone()[0])  # noqa: S608 - constants
 
     def update(self, table: str, value: int | str, columns: Mapping[str, Any], *, key: str = "id") -> None:
-        """Update ``columns`` of the row whose column ``key`` equals ``value``.
+        """Set columns of the row whose column ``key`` equals ``value``.
 
-        ``table`` and column names must not be user input.
+        ``columns`` maps column name -> new value. Mappings and lists are stored as JSON. ``table`` and the column names must
+        not be user input.
         """
         if columns:
             assignments = ", ".join(f"{name} = ?" for name in columns)
@@ -312,7 +314,10 @@ class Database:
         return MasterError(f"{self.path} is closed; expected an open database. Start the master again.")
 
     def _translated(self, error: BaseException) -> BaseException:
-        """Return ``error`` or, for damage, record it and return ``DatabaseDamagedError``."""
+        """Return ``error``, or ``DatabaseDamagedError`` if it means a damaged page.
+
+        Damage is also recorded for ``describe_damage`` and logged.
+        """
         if not is_damage(error):
             return error
         self._note_damage(str(error))
@@ -330,7 +335,10 @@ class Database:
         return f"{self.path} is damaged ({self.damage}); expected every page as it was written. {hints.END_AND_PUT_BACK}"
 
     def describe_trouble(self) -> str:
-        """Return a message about damage, or a write that failed in the last 30 s, or ""."""
+        """Return a message about damage or a recently failed write; "" if there is none.
+
+        A write failed recently if it failed in the last 30 seconds.
+        """
         why, at_s = self._failed_write
         ago_s = time.monotonic() - at_s
         if self.damage or not why or ago_s > _RECENT_S:

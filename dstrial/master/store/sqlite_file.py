@@ -23,7 +23,7 @@ from dstrial.file_writes import sync_path
 from dstrial.master import hints
 
 SCHEMA_VERSION = 16
-_BUSY_TIMEOUT_S = 30.0
+_BUSY_TIMEOUT_S = 30.0  # wait for a lock that another connection holds
 _CORRUPT, _NOT_A_DATABASE = 11, 26  # SQLITE_CORRUPT (damaged page), SQLITE_NOTADB (damaged first page)
 _NAME = re.compile(r"(daily|master)-(\d{8}-\d{6})\.db")
 _TIME = "%Y%m%d-%H%M%S"
@@ -183,9 +183,11 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restored:
+    """Result of ``restore_copy``."""
+
     kept: Path | None  # directory with the replaced database; None if no database existed
     num_experiments: int
-    last_experiment: int
+    last_experiment: int  # highest experiment id; 0 if there is none
 
 
 def last_experiment(path: Path) -> int | None:
@@ -292,7 +294,10 @@ def restore_copy(database: Path, copy: Path) -> Restored:
 
 
 def _copy_checked(copy: Path, new: Path) -> tuple[int, int]:
-    """Copy a backup to ``new``; return its number of experiments and the highest id."""
+    """Copy and verify a backup; return (number of experiments, highest experiment id).
+
+    ``new`` is the path of the copy, which is overwritten.
+    """
     new.unlink(missing_ok=True)
     with reading(copy) as source, _copied(source, new) as made:
         problem = check_whole(made)

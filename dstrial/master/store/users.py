@@ -57,6 +57,7 @@ def client_hash(password: str) -> str:
 
 
 def stored_hash(hashed: str) -> str:
+    """Return the salted scrypt of a client's hash of a password; "" stays blank."""
     if not hashed:
         return ""
     salt = secrets.token_bytes(16)

@@ -32,6 +32,8 @@ _TRIGGERED = "w.id, w.name, w.mode, w.workspace_id, t.id AS trigger_id, t.condit
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TriggeredWebhook:
+    """A webhook joined with one of its triggers."""
+
     id: int
     name: str
     mode: str
@@ -248,6 +250,7 @@ class LineTrigger(TriggeredWebhook):
 
 
 def triggered_by_line(connection: sqlite3.Connection, task_id: str, trigger_id: int) -> LineTrigger | None:
+    """Return a log trigger with the task whose log matched it; None if one is deleted."""
     sql = (
         f"SELECT {_TRIGGERED}, k.type AS task_type, k.trial_id, k.experiment_id, "  # noqa: S608 - a constant
         "c.workspace_id AS command_workspace "
@@ -267,6 +270,8 @@ def note_task(tx: Transaction, task_id: str, trigger_id: int) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NotifiedExperiment(Experiment):
+    """An experiment with the names that an event of a webhook contains."""
+
     project_name: str
     workspace_id: int
     workspace_name: str

@@ -123,7 +123,7 @@ def _publish(tx: Transaction, task_id: str, trial_id: int | None) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogOwner(LogKey):
-    """Key of a log, and the task and allocation that printed the lines to be added."""
+    """Key of a log to which lines are added, with the allocation that printed them."""
 
     task_id: str
     allocation_id: str | None = None  # None for lines from other nodes
@@ -163,7 +163,10 @@ def _size_of(tx: Transaction, owner: LogOwner) -> tuple[int, bool]:
 
 
 def _delete_oldest(tx: Transaction, owner: LogOwner, excess_bytes: int) -> int:
-    """Delete the oldest lines that processes printed; return the freed bytes."""
+    """Delete a log's oldest printed lines until ``excess_bytes`` are freed.
+
+    Returns the freed bytes. Messages of the master are kept. One call deletes at most ``_MAX_DELETED`` lines.
+    """
     of_log = f"{owner.condition} AND source = 'task'"
     rows = tx.execute(
         f"SELECT id, LENGTH(CAST(log AS BLOB)) + ? AS bytes FROM logs WHERE {of_log} ORDER BY id LIMIT ?",  # noqa: S608 - one of two

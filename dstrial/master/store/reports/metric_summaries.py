@@ -34,7 +34,7 @@ _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def add(tx: Transaction, trial: Trial, group: str, values: Mapping[str, Any]) -> None:
-    """Update a trial's summaries with the metrics of a report.
+    """Update a trial's summaries with ``values``, the metrics of a new report.
 
     New names beyond ``MAX_NAMES`` get no summary; a warning is logged when the limit is reached.
     """
@@ -82,7 +82,10 @@ def _store(tx: Transaction, trial_id: int, group: str, summaries: Mapping[str, M
 
 
 def replace(tx: Transaction, trial_id: int, reports: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-    """Compute a trial's summaries again from ``reports``, (group, values) in order."""
+    """Replace a trial's summaries by those of ``reports``, which are in batch order.
+
+    Each report is (metric group, metric name -> value).
+    """
     tx.execute("DELETE FROM metric_summaries WHERE trial_id = ?", (trial_id,))
     groups: dict[str, dict[str, dict[str, Any]]] = {}
     for group, values in reports:

@@ -1,6 +1,6 @@
 """Store metric reports, and update each trial's best and latest validation.
 
-Every statement needs a literal ``steps >= 0`` or ``steps < 0``: without one, SQLite does not use the partial indexes and scans
+Every statement needs a literal ``steps >= 0`` or ``steps < 0``. Without one, SQLite does not use the partial indexes and scans
 the reports of all trials.
 """
 
@@ -21,7 +21,7 @@ from dstrial.master.store.reports import metric_summaries
 from dstrial.master.store.reports.metric_summaries import as_number, plain
 from dstrial.master.store.trials import Trial
 
-_NO_STEPS = -1
+_NO_STEPS = -1  # stored as the batch number of profiling reports, which have none
 # Approximate limits of a stream message: number of reports, and of characters.
 _AT_ONCE = 1000
 _CHARS_AT_ONCE = 4 * 2**20
@@ -108,7 +108,10 @@ def _insert(
 
 
 def _begin_run(tx: Transaction, trial: Trial, steps: int) -> bool:
-    """Archive older reports that a new run repeats; return whether any was archived."""
+    """At a run's first report, archive reports of older runs that the run repeats.
+
+    ``steps`` is the batch of the report. Returns whether any report was archived.
+    """
     trial_id, run_id = trial.id, trial.run_id
     if trial.heartbeat_us is not None:
         return _begin_detached_run(tx, trial_id, run_id, steps)
@@ -122,7 +125,10 @@ def _begin_run(tx: Transaction, trial: Trial, steps: int) -> bool:
 
 
 def _begin_detached_run(tx: Transaction, trial_id: int, run_id: int, steps: int) -> bool:
-    """At a detached run's first report, archive older reports from batch ``steps`` on."""
+    """At a detached run's first report, archive older runs' reports from its batch on.
+
+    ``steps`` is the batch of the report. Returns whether any report was archived.
+    """
     # The run's first batch is unknown until its first report: a detached run need not resume from its checkpoint.
     known = "SELECT 1 FROM metrics WHERE trial_id = ? AND run_id = ? AND steps >= 0 LIMIT 1"
     is_first = not exists(tx.connection, known, (trial_id, run_id))
@@ -198,6 +204,7 @@ def _note_validation(
 
 
 def update_best_of_experiment(tx: Transaction, trial_id: int) -> None:
+    """Store which trial of an experiment is best; ``trial_id`` is one of them."""
     experiment = tx.execute(
         "SELECT id, smaller_is_better FROM experiments WHERE id = (SELECT experiment_id FROM trials WHERE id = ?)",
         (trial_id,),

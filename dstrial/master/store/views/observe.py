@@ -163,7 +163,10 @@ def stalled(state: StateDirectory) -> list[Stalled]:
 
 
 def stall_in(directory: Path) -> tuple[str, float] | None:
-    """Return (description, epoch time of the start) of an allocation's stall, or None."""
+    """Return (description, start as epoch time) of a stall in an allocation, or None.
+
+    ``directory`` is the allocation's directory. In a stall, ranks hang.
+    """
     return _report(directory / "stalled.json", "text")  # written by dstrial.launch.stalls.watch
 
 
