@@ -283,7 +283,7 @@ def open_services(
         is_new = not users.has_users(connection)
     if is_new:
         passwords = users.new_passwords(is_blank=not has_passwords)
-        path = state_dir / "credentials.json"
+        path = StateDirectory(state_dir).credentials_path
         if has_passwords:
             # Write the file before the rows of users, so that a crash cannot leave unknown passwords.
             replace_file(path, json.dumps(passwords, indent=2) + "\n", is_private=True)

@@ -290,7 +290,7 @@ class Dispatcher:
         return started
 
     def _grow(self, queue: _Queue) -> None:
-        """Stop one trial that can resume on more slots with a checkpoint.
+        """Stop one trial, with a checkpoint, that can resume on more slots.
 
         No-op if a trial or command waits for slots, or an allocation is stopping.
         """

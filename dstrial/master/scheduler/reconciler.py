@@ -23,7 +23,6 @@ from dstrial.master.lifecycle import allocations, endings
 from dstrial.master.lifecycle import commands as life
 from dstrial.master.scheduler import commands
 from dstrial.master.scheduler.backoff import Backoff
-from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import nodes
 from dstrial.master.store import trials as trial_rows
@@ -187,13 +186,8 @@ class Reconciler:
         triggered = self._services.log_triggers.find(line.text for line in lines)
         name = self._services.node_name(output.node_id)
 
-        def advance(tx: Transaction) -> bool:
-            if output.node_id == nodes.OWN_NODE:
-                return allocation_rows.advance_log(tx, row.id, offset, read.end, len(lines))
-            return nodes.advance_log(tx, row.id, output.node_id, offset, read.end, len(lines))
-
         def store(tx: Transaction) -> None:
-            if advance(tx):
+            if nodes.advance_log(tx, row.id, output.node_id, offset, read.end, len(lines)):
                 quota = self._services.settings.trial_log_bytes
                 owner = LogOwner(row.task_id, row.trial_id or None, row.id)
                 add_lines(tx, owner, lines, quota)

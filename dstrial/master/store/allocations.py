@@ -130,19 +130,6 @@ def note_report(tx: Transaction, trial_id: int, run_id: int, *, has_trained: boo
     )
 
 
-def advance_log(tx: Transaction, allocation_id: str, before: int, after: int, num_lines: int) -> bool:
-    """Advance the byte offset up to which an allocation's log file is stored.
-
-    Moves the offset from ``before`` to ``after``, with ``num_lines`` lines in between, and returns True. If the current offset
-    is not ``before``, changes nothing and returns False.
-    """
-    cursor = tx.execute(
-        "UPDATE allocations SET log_offset = ?, log_lines = log_lines + ? WHERE id = ? AND log_offset = ?",
-        (after, num_lines, allocation_id, before),
-    )
-    return bool(cursor.rowcount)
-
-
 _USED_BY_TRIALS = (
     "SELECT a.id AS allocation_id, k.type AS kind, e.owner_id AS user_id, u.username, a.experiment_id, "
     "COALESCE(a.workspace_name, w.name) AS workspace_name, "

@@ -276,7 +276,7 @@ def experiment_of(connection: sqlite3.Connection, uuid: str) -> int | None:
 
 
 def is_start_of(connection: sqlite3.Connection, uuid: str, trial_id: int, allocation_id: str) -> bool:
-    """Return whether a trial, or one of its allocations, starts from a checkpoint."""
+    """Return whether a trial, or its given allocation, starts from a checkpoint."""
     sql = (
         "SELECT 1 FROM trials t LEFT JOIN allocations a ON a.id = ? "
         "WHERE t.id = ? AND (t.warm_start_uuid = ? OR a.checkpoint_uuid = ?)"

@@ -53,12 +53,12 @@ class WaitingTrial:
 
 
 def queued_experiments(connection: sqlite3.Connection) -> list[QueuedExperiment]:
-    """Return experiments that are active or hold slots, in queue order."""
+    """Return experiments that are active or have an allocation, in queue order."""
     return fetch_all(QueuedExperiment, connection, _QUEUE)
 
 
 def count_without_slots(connection: sqlite3.Connection) -> int:
-    """Count active experiments that hold no slots."""
+    """Count active experiments without an allocation."""
     sql = (
         "SELECT COUNT(*) FROM experiments e WHERE state = 'ACTIVE' AND NOT EXISTS "
         "(SELECT 1 FROM allocations a WHERE a.experiment_id = e.id AND a.state != 'TERMINATED')"

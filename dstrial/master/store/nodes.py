@@ -89,10 +89,12 @@ def advance_log(
     Moves the offset from ``before`` to ``after``, with ``num_lines`` lines in between, and returns True. If the current offset
     is not ``before``, changes nothing and returns False.
     """
+    table, row = "allocation_nodes", "allocation_id = :id AND node_id = :node"
+    if node_id == OWN_NODE:
+        table, row = "allocations", "id = :id"
     cursor = tx.execute(
-        "UPDATE allocation_nodes SET log_offset = ?, log_lines = log_lines + ? "
-        "WHERE allocation_id = ? AND node_id = ? AND log_offset = ?",
-        (after, num_lines, allocation_id, node_id, before),
+        f"UPDATE {table} SET log_offset = :after, log_lines = log_lines + :lines WHERE {row} AND log_offset = :before",  # noqa: S608 - constants
+        {"id": allocation_id, "node": node_id, "before": before, "after": after, "lines": num_lines},
     )
     return bool(cursor.rowcount)
 
