@@ -274,7 +274,7 @@ def _run(
     scheduler = Scheduler(services)
     delivery = Delivery(services)
 
-    def tell() -> None:
+    def begin_work() -> None:
         scheduler.start()
         delivery.start()
         state.write_record(record)
@@ -297,7 +297,7 @@ def _run(
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             limit_concurrency=min(MAX_CONNECTIONS, num_connections),
         ),
-        tell,
+        begin_work,
         owner_listener,
     )
 
@@ -368,12 +368,12 @@ def main(words: list[str]) -> int:
     ready = int(words[1])
     os.set_inheritable(ready, False)
 
-    def tell(message: dict[str, Any]) -> None:
+    def report(message: dict[str, Any]) -> None:
         with os.fdopen(ready, "w", encoding="utf-8") as pipe:
             json.dump(message, pipe)
 
     def on_ready(record: MasterRecord) -> None:
-        tell({"record": dataclasses.asdict(record)})
+        report({"record": dataclasses.asdict(record)})
 
     options = MasterOptions.from_arguments(words[2:])
     if options.owner_pid is not None:
@@ -385,7 +385,7 @@ def main(words: list[str]) -> int:
     except DstrialError as error:
         logger.error("%s", error)
         with contextlib.suppress(OSError):
-            tell({"error": str(error), "is_in_use": isinstance(error, StateInUseError)})
+            report({"error": str(error), "is_in_use": isinstance(error, StateInUseError)})
         return 1
     return 0
 

@@ -287,7 +287,7 @@ def tensorboard_sources(
         )
     found: dict[str, Path] = {}
     for experiment_id in experiment_ids:
-        directory = _directory(connection, cluster_id, experiment_id)
+        directory = _tensorboard_directory(connection, cluster_id, experiment_id)
         chosen = _best_trials(connection, experiment_id)
         if chosen is None:
             found[f"experiment-{experiment_id}"] = directory
@@ -295,12 +295,12 @@ def tensorboard_sources(
             found[f"experiment-{experiment_id}-trial-{trial_id}"] = directory / "trial" / str(trial_id)
     for trial_id in trial_ids:
         row = trials.require(connection, trial_id)
-        directory = _directory(connection, cluster_id, row.experiment_id)
+        directory = _tensorboard_directory(connection, cluster_id, row.experiment_id)
         found[f"trial-{trial_id}"] = directory / "trial" / str(trial_id)
     return found
 
 
-def _directory(connection: Connection, cluster_id: str, experiment_id: int) -> Path:
+def _tensorboard_directory(connection: Connection, cluster_id: str, experiment_id: int) -> Path:
     config = json.loads(experiments.require(connection, experiment_id).config)
     try:
         return checkpoint_gc.tensorboard_directory(config["checkpoint_storage"], cluster_id, experiment_id)

@@ -248,7 +248,7 @@ def _apply_actions(
     actions: list[Action],
 ) -> None:
     experiment_id = row.id
-    warm_start = _warm_start(tx, config["searcher"])
+    warm_start = _warm_start_uuid(tx, config["searcher"])
     for action in actions:
         if isinstance(action, Create):
             trial_rows.insert(tx, row, action, now_us(), warm_start)
@@ -267,7 +267,7 @@ def _apply_actions(
                 stop_trial(tx, trial.id, "STOPPING_COMPLETED", STOPPED_BY_SEARCHER)
 
 
-def _warm_start(tx: Transaction, searcher: Mapping[str, Any]) -> str | None:
+def _warm_start_uuid(tx: Transaction, searcher: Mapping[str, Any]) -> str | None:
     """Return the uuid of the checkpoint from which new trials start, or None."""
     if searcher.get("source_trial_id") is None:
         uuid: str | None = searcher.get("source_checkpoint_uuid")

@@ -163,13 +163,13 @@ class Dispatcher:
 
     def _read(self, connection: Connection) -> _Queue:
         found = jobs.waiting_trials(connection)
-        places = self._backend.nodes()
+        all_nodes = self._backend.nodes()
         excluded_nodes = {
             row.id: nodes.excluded_for(connection, row.id)
             for row in found
             if row.is_node_excluded == _NODE_EXCLUDED
         }
-        known = {place.id for place in places}
+        known = {node.id for node in all_nodes}
         excluded = [row for row in found if row.id in excluded_nodes and excluded_nodes[row.id] >= known]
         trials = [row for row in found if row not in excluded] if excluded else found
         others = commands.waiting(connection)
@@ -178,8 +178,8 @@ class Dispatcher:
         is_empty = not trials and not others
         if is_empty and (self._services.engine is not None or not resizing.may_grow(connection)):
             return _Queue(live, is_idle=True, excluded=excluded)
-        off = jobs.disabled_slots(connection, {slot.id for place in places for slot in place.slots})
-        queue = _with_slots(live, places, off)
+        off = jobs.disabled_slots(connection, {slot.id for node in all_nodes for slot in node.slots})
+        queue = _with_slots(live, all_nodes, off)
         queue.excluded, queue.rows = excluded, [*trials, *others]
         if not queue.is_all_off:
             self._add_entries(connection, queue, trials, excluded_nodes)
@@ -254,7 +254,7 @@ class Dispatcher:
         # Source: Determined 0.38.1, e2e_tests/tests/cluster/test_log_policies.py.
         if not self._services.settings.launch_error:
             return
-        names = [place.name for place in self._backend.nodes()]
+        names = [node.name for node in self._backend.nodes()]
         where = f"{names[0]}, the only agent" if len(names) == 1 else f"all agents ({', '.join(names)})"
         why = f"a log policy (exclude_node) excludes {where}; no agent is left to restart it on"
 
@@ -392,8 +392,8 @@ class Dispatcher:
         }
 
 
-def _with_slots(live: list[Allocation], places: Sequence[Node], off: Mapping[int, bool]) -> _Queue:
-    """Return a queue that has the slots of all nodes (``places``) and no entries yet.
+def _with_slots(live: list[Allocation], all_nodes: Sequence[Node], off: Mapping[int, bool]) -> _Queue:
+    """Return a queue that has the slots of ``all_nodes`` and no entries yet.
 
     ``off`` are the disabled slots and nodes, as ``jobs.disabled_slots`` returns them.
     """
@@ -401,18 +401,18 @@ def _with_slots(live: list[Allocation], places: Sequence[Node], off: Mapping[int
     grace_start_us = now_us() - _NODE_GRACE_US
     enabled = {
         slot.id
-        for place in places
-        if place.why_down is None or place.since_us > grace_start_us
-        for slot in place.slots
+        for node in all_nodes
+        if node.why_down is None or node.since_us > grace_start_us
+        for slot in node.slots
         if slot.id not in off
     }
-    absent = {slot.id for place in places if place.why_down is not None for slot in place.slots}
+    absent = {slot.id for node in all_nodes if node.why_down is not None for slot in node.slots}
     in_use: set[int] = set()
     used_by: dict[int, int] = {}
     for row in live:
         in_use.update(row.slots)
         used_by[row.experiment_id] = used_by.get(row.experiment_id, 0) + len(row.slots)
-    disabled = frozenset(place.id for place in places if nodes.agent_key(place.id) in off)
+    disabled = frozenset(node.id for node in all_nodes if nodes.agent_key(node.id) in off)
     return _Queue(
         live,
         enabled=frozenset(enabled),
@@ -420,7 +420,7 @@ def _with_slots(live: list[Allocation], places: Sequence[Node], off: Mapping[int
         used_by=used_by,
         is_settled=enabled.isdisjoint(absent),
         disabled=disabled,
-        is_all_off=bool(places) and len(disabled) == len(places),
+        is_all_off=bool(all_nodes) and len(disabled) == len(all_nodes),
     )
 
 

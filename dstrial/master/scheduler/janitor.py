@@ -134,9 +134,9 @@ class Janitor:
         if experiment is None:
             return
         config = json.loads(experiment.config)
-        self._require(config["checkpoint_storage"])
+        self._require_storage(config["checkpoint_storage"])
         if kind == "gc":
-            for uuid in self._excess(experiment, config):
+            for uuid in self._checkpoints_to_delete(experiment, config):
                 self._delete_checkpoint(config, uuid, ["**/*"])
         elif kind == "delete_checkpoints":
             for uuid in payload["uuids"]:
@@ -148,7 +148,7 @@ class Janitor:
         else:
             self._delete_experiment(config, experiment_id)
 
-    def _require(self, storage: Mapping[str, Any]) -> None:
+    def _require_storage(self, storage: Mapping[str, Any]) -> None:
         trouble = self._storages.trouble(storage)
         if trouble is not None:
             raise _StorageUnavailableError(trouble)
@@ -185,7 +185,9 @@ class Janitor:
                 owner = allocation.task_id, allocation.trial_id, text
                 self._database.write(lambda tx, owner=owner: logs.add_master_line(tx, *owner))  # type: ignore[misc]
 
-    def _excess(self, experiment: experiments.Experiment, config: Mapping[str, Any]) -> list[str]:
+    def _checkpoints_to_delete(
+        self, experiment: experiments.Experiment, config: Mapping[str, Any]
+    ) -> list[str]:
         """Return the uuids of unused checkpoints that the retention policy does not keep."""
         with self._database.read() as connection:
             unused = checkpoint_gc.unused(connection, experiment.id)
@@ -203,7 +205,7 @@ class Janitor:
             return
         try:
             left = checkpoint_gc.delete_files(config, uuid, globs)
-            self._require(config["checkpoint_storage"])  # else the files may still exist
+            self._require_storage(config["checkpoint_storage"])  # else the files may still exist
         except DstrialError as error:
             self._database.write(lambda tx: checkpoints.release_claims(tx, uuid))
             if not isinstance(error, MasterError):
@@ -228,7 +230,7 @@ class Janitor:
             checkpoint_gc.delete_files(config, row.uuid)
             checkpoint_gc.forget_record(config, row.uuid)
         self._delete_tensorboard(config, experiment_id)
-        self._require(config["checkpoint_storage"])  # else the files may still exist
+        self._require_storage(config["checkpoint_storage"])  # else the files may still exist
         for allocation in held:
             directory = Path(allocation.directory)
             remove(directory)

@@ -103,7 +103,7 @@ def add_checkpoint(
         "manifest_sha256": digest,
     }
     tx.insert("checkpoints", columns, "INSERT OR REPLACE")
-    _count(tx, trial.id)
+    _update_counts(tx, trial.id)
 
 
 def _with_digest(metadata: Mapping[str, Any], digest: str | None) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def _with_digest(metadata: Mapping[str, Any], digest: str | None) -> dict[str, A
     return rest if digest is None else {**rest, MANIFEST_DIGEST: digest}
 
 
-def _count(tx: Transaction, trial_id: int) -> None:
+def _update_counts(tx: Transaction, trial_id: int) -> None:
     row = tx.execute(
         "SELECT COUNT(*) AS number, COALESCE(SUM(size), 0) AS size FROM checkpoints "
         "WHERE trial_id = ? AND state IN ('COMPLETED', 'PARTIALLY_DELETED')",
@@ -230,7 +230,7 @@ def set_resources(tx: Transaction, uuid: str, resources: Mapping[str, int]) -> N
         state = row.state
     columns = {"state": state, "resources": resources, "size": sum(resources.values()), "deleting_us": None}
     tx.update("checkpoints", uuid, columns, key="uuid")
-    _count(tx, row.trial_id)
+    _update_counts(tx, row.trial_id)
     tx.publish(f"trial:{row.trial_id}", f"experiment:{row.experiment_id}")
 
 

@@ -320,10 +320,10 @@ class Database:
         """
         if not is_damage(error):
             return error
-        self._note_damage(str(error))
+        self._record_damage(str(error))
         return DatabaseDamagedError(self.describe_damage())
 
-    def _note_damage(self, what: str) -> None:
+    def _record_damage(self, what: str) -> None:
         if not self.damage:
             self.damage = what
             logger.critical("%s", self.describe_damage())

@@ -82,7 +82,7 @@ def add_report(
     if _begin_run(tx, trial, steps):
         trial = trials.require(tx.connection, trial_id)
     report_id = _insert(tx, trial, group, steps, end_us, values, of_batches)
-    _note(tx, trial, group, steps, report_id, values)
+    _record_values(tx, trial, group, steps, report_id, values)
     return True
 
 
@@ -148,7 +148,7 @@ def _merge(
     new = {name: value for name, value in given.items() if name not in stored}
     if new:
         tx.update("metrics", known["id"], {"metrics": {**stored, **new}})
-        _note(tx, trial, group, steps, known["id"], new)
+        _record_values(tx, trial, group, steps, known["id"], new)
     return bool(new)
 
 
@@ -170,21 +170,21 @@ def archive_beyond(tx: Transaction, trial_id: int, run_id: int, steps: int) -> b
     metric_summaries.replace(tx, trial_id, ((row.group_name, json.loads(row.metrics)) for row in left))
     for row in every_report(tx.connection, trial_id, "validation"):
         trial = trials.require(tx.connection, trial_id)
-        _note_validation(tx, trial, row.steps, row.id, json.loads(row.metrics))
+        _record_validation(tx, trial, row.steps, row.id, json.loads(row.metrics))
     update_best_of_experiment(tx, trial_id)
     return True
 
 
-def _note(
+def _record_values(
     tx: Transaction, trial: Trial, group: str, steps: int, report_id: int, values: Mapping[str, Any]
 ) -> None:
     metric_summaries.add(tx, trial, group, values)
     tx.execute("UPDATE trials SET total_batches = MAX(total_batches, ?) WHERE id = ?", (steps, trial.id))
     if group == "validation":
-        _note_validation(tx, trial, steps, report_id, values)
+        _record_validation(tx, trial, steps, report_id, values)
 
 
-def _note_validation(
+def _record_validation(
     tx: Transaction, trial: Trial, steps: int, report_id: int, metrics: Mapping[str, Any]
 ) -> None:
     metric, is_smaller_better = tx.execute(
