@@ -23,9 +23,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from dstrial.errors import DatabaseDamagedError, MasterError
 from dstrial.master import hints
-from dstrial.master.store.sqlite_file import SCHEMA_VERSION, connect, is_damage, open_for_writer, unusable
-
-__all__ = ["SCHEMA_VERSION", "Database", "Transaction"]
+from dstrial.master.store.sqlite_file import connect, is_damage, open_for_writer, unusable
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

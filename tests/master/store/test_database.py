@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from dstrial.errors import MasterError
-from dstrial.master.store.database import SCHEMA_VERSION, Database, Transaction
+from dstrial.master.store.database import Database, Transaction
+from dstrial.master.store.sqlite_file import SCHEMA_VERSION
 
 
 @pytest.fixture
