@@ -14,7 +14,7 @@ from urllib.parse import urlencode, urlsplit
 from dstrial.errors import MasterError, RequestError
 from dstrial.master import owner_socket
 
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 60.0  # until the response of a request, except of streams
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

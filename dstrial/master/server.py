@@ -66,7 +66,7 @@ _PRIVATE_UMASK = 0o077
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _BACKLOG = 2048
 _LOG_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s"
-_LOG_INDENT = "    "
+_LOG_INDENT = "    "  # of tracebacks, which must not look like log lines
 
 
 class MasterServer(uvicorn.Server):

@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 P = ParamSpec("P")
 
-_NUM_READERS = 4
-_NUM_CHECKERS = 2
-_SCHEDULER_LATE_S = 30.0
+_NUM_READERS = 4  # threads that read the database
+_NUM_CHECKERS = 2  # threads for slow checks
+_SCHEDULER_LATE_S = 30.0  # a scheduler step that lasts longer is reported as a health problem
 
 VERSION = "0.38.1"  # release of Determined whose API is served; clients warn about any other version
 

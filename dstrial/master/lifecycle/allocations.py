@@ -22,7 +22,7 @@ from dstrial.search import ExitReason
 
 _MAX_LOSSES = 3  # consecutive losses (no exit status) without a report after which a loss counts as a failure
 
-# A restart reads the same samples and weights, so its losses become non-finite again.
+# After this error a trial does not restart: it would read the same samples and weights, and fail again.
 _NOT_RETRIED_ERROR = "NonFiniteError"
 
 

@@ -25,7 +25,10 @@ from dstrial.master.store.reports.logs import add_master_line
 STOP_TIMEOUT_S = 30  # grace period between SIGTERM and SIGKILL
 
 _LOST_EARLY = "the master was killed before the process began"
-_STOPPING_END = {"STOPPING_CANCELED": "CANCELED", "STOPPING_PAUSED": "PAUSED"}
+_END_OF = {
+    "STOPPING_CANCELED": "CANCELED",
+    "STOPPING_PAUSED": "PAUSED",
+}  # stopping state -> state after the exit
 
 
 def create(tx: Transaction, new: NewCommand) -> str:
@@ -191,7 +194,7 @@ def _stop(
 ) -> None:
     commands.update(tx, row.task_id, state=stopping, stop_reason=why)
     if row.allocation_id is None:
-        _close(tx, row, _STOPPING_END[stopping], why)
+        _close(tx, row, _END_OF[stopping], why)
         return
     release(tx, allocation_rows.require(tx.connection, row.allocation_id), why, is_kill=is_kill)
 
@@ -242,8 +245,8 @@ def exited(tx: Transaction, allocation_id: str, exit_: AllocationExit, _tracebac
     text = f"{command.description} {'has failed' if is_failure else 'was terminated'}: {details}"
     _log_line(tx, row.task_id, allocation_id, text, "ERROR" if is_failure else "INFO")
     state = command.state
-    if state in _STOPPING_END:
-        _close(tx, command, _STOPPING_END[state], reason)
+    if state in _END_OF:
+        _close(tx, command, _END_OF[state], reason)
     elif (was_asked and command.is_pausable) or starts_again:
         _publish(tx, row.task_id)
     elif was_asked:

@@ -27,6 +27,7 @@ from dstrial.master.store.errors import Hint, InvalidError
 from dstrial.master.store.reports.logs import add_master_line
 from dstrial.master.webhooks import events
 
+# State that ends a trial -> its description in the log.
 _ENDS = {"COMPLETED": "has completed", "CANCELED": "was canceled", "ERROR": "has reported an error"}
 
 

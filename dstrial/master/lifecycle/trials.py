@@ -17,7 +17,7 @@ from dstrial.master.store.errors import InvalidError
 from dstrial.master.store.reports import metrics as metric_rows
 from dstrial.master.store.reports.logs import add_master_line
 
-_INVALID_HP_GRACE_US = 10_000_000
+_INVALID_HP_GRACE_US = 10_000_000  # time in which a trial with invalid hyperparameters may exit by itself
 
 
 def report_metrics(

@@ -239,7 +239,7 @@ class Dispatcher:
         self, connection: Connection, row: jobs.WaitingTrial, num_slots: int, queue: _Queue
     ) -> tuple[int, ...]:
         """Return the slot counts with which an elastic trial can start, best first."""
-        # The free slots of Slurm and Ray are unknown, and the engines do not hold lost slots for a trial.
+        # The free slots of Slurm and Ray are unknown, and these engines do not reserve lost slots for a trial.
         is_engine = self._services.engine is not None
         found = resizing.start_choices(
             connection,

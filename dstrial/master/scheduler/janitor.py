@@ -107,7 +107,7 @@ class Janitor:
         except OperationalError:
             raise  # a full disk, for example: no fault of the job
         except Exception as error:
-            # CheckpointError: of object storage
+            # CheckpointError means that an object storage is unreachable.
             is_away = isinstance(error, _StorageUnavailableError | CheckpointError)
             if is_away and row.kind != "delete_experiment":
                 logger.warning("%s of experiment %d is postponed: %s", row.kind, row.experiment_id, error)

@@ -16,8 +16,8 @@ from dstrial.master.store.workspaces import check_container_name
 
 DEFAULT_ID = 1  # the project of experiments that were submitted without one
 
-_MAX_KEY = 5
-_PREFIX = 3
+_MAX_KEY = 5  # characters of a key
+_PREFIX = 3  # characters of the name with which a generated key starts
 _SELECT = (
     "SELECT p.*, COALESCE(u.username, '') AS username, w.name AS workspace_name, w.is_archived OR p.is_archived AS is_shut, "
     "(SELECT COUNT(*) FROM experiments e WHERE e.project_id = p.id) AS num_experiments, "

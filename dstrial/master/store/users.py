@@ -23,7 +23,7 @@ _CLIENT_SALT = "GubPEmmotfiK9TMD6Zdw"
 
 _COST = 2**12  # scrypt's N: about 10 ms, as every ``det`` command without a stored token logs in
 
-_MAX_NAME = 256
+_MAX_NAME = 256  # characters of a username or display name
 
 FIRST_USERS = {"determined": False, "admin": True}  # users of a new master -> whether administrator
 

@@ -22,6 +22,7 @@ STATES = ("ACTIVE", "PAUSED", "COMPLETED", "CANCELED", "ERROR")  # experiment st
 
 MAX_PENDING = 1000  # pending events per webhook; further ones are dropped and counted
 
+# Maximum lengths in characters.
 _MAX_NAME = 128
 _MAX_URL = 2048
 _MAX_PATTERN = 1000

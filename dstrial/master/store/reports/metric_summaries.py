@@ -30,7 +30,7 @@ SUMMARY_METRICS = """
 # SQLite accepts at least 999 parameters per statement.
 _AT_ONCE = 500
 MAX_LAST_CHARS = 256  # lists of trials contain the last value of each metric, and a text may have megabytes
-_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def add(tx: Transaction, trial: Trial, group: str, values: Mapping[str, Any]) -> None:
@@ -103,7 +103,7 @@ def as_number(value: Any) -> float | None:
         return None
     if isinstance(value, (int, float)):
         return float(value)
-    return _WORDS.get(value) if isinstance(value, str) else None
+    return _NON_FINITE.get(value) if isinstance(value, str) else None
 
 
 def plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
