@@ -19,18 +19,18 @@ _WHERE = "trial_id = ? AND group_name = ? AND steps >= 0 AND archived = 0"
 
 
 def curve(
-    connection: sqlite3.Connection, trial_id: int, group: str, name: str, *, after: int = -1
+    connection: sqlite3.Connection, trial_id: int, group: str, name: str
 ) -> tuple[list[int], list[int], list[float]]:
     """Return all values of a metric as three lists: batches, times (us), values.
 
-    The lists are sorted by batch and start after batch ``after``. Reports without a batch are skipped,
+    The lists are sorted by batch. Reports without a batch are skipped,
     and so are archived reports, whose batches a later run has repeated. Values that are not numbers are skipped too; NaN and
     infinity count as numbers.
     """
     cursor = connection.execute(
         f"SELECT steps, end_us, j.value FROM metrics m CROSS JOIN json_each(m.metrics) j WHERE {_WHERE} "  # noqa: S608 - constants
-        "AND steps > ? AND j.key = ? AND j.type IN ('integer', 'real', 'text') ORDER BY steps, run_id",
-        (trial_id, group, after, name),
+        "AND j.key = ? AND j.type IN ('integer', 'real', 'text') ORDER BY steps, run_id",
+        (trial_id, group, name),
     )
     cursor.row_factory = None  # tuples take half the time of rows
     found = [

@@ -25,6 +25,7 @@ _NO_STEPS = -1  # stored as the batch number of profiling reports, which have no
 # Approximate limits of a stream message: number of reports, and of characters.
 _AT_ONCE = 1000
 _CHARS_AT_ONCE = 4 * 2**20
+_MAX_REPORTS = 1000  # in a response that is not a stream
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -275,16 +276,14 @@ def some_reports(connection: sqlite3.Connection, ids: Sequence[int]) -> list[Rep
     return found
 
 
-def reports(
-    connection: sqlite3.Connection, trial_ids: Collection[int], group: str | None, *, limit: int = 1000
-) -> list[Report]:
-    """Return up to ``limit`` reports of trials, by trial id, then batch.
+def reports(connection: sqlite3.Connection, trial_ids: Collection[int], group: str | None) -> list[Report]:
+    """Return at most ``_MAX_REPORTS`` reports of trials, by trial id, then batch.
 
     Reports of batches that a later run of the trial repeats are left out.
     """
     taken: list[Report] = []
     for trial_id in sorted(trial_ids):
-        for report_id in report_ids(connection, trial_id, group)[: limit - len(taken)]:
+        for report_id in report_ids(connection, trial_id, group)[: _MAX_REPORTS - len(taken)]:
             row = get_report(connection, report_id)
             if row is not None:
                 taken.append(row)

@@ -16,6 +16,7 @@ from dstrial.master.store.sqlite_file import reading, unusable
 from dstrial.master.trial_files import read_json
 from dstrial.visible_text import visible_line
 
+_MAX_ROWS = 5000  # log lines per query
 TERMINAL_STATES = frozenset({"COMPLETED", "CANCELED", "ERROR"})
 
 
@@ -137,7 +138,7 @@ ORDER BY trials.id
 """
 
 
-def starting(state: StateDirectory, experiment_id: int | None = None) -> list[Start]:
+def starting(state: StateDirectory) -> list[Start]:
     """Return why trials are pending, and the startup phases of starting trials."""
     with _connection(state) as connection:
         waiting = connection.execute(_WAITING).fetchall()
@@ -151,7 +152,7 @@ def starting(state: StateDirectory, experiment_id: int | None = None) -> list[St
         report = _report(Path(row["directory"]) / "starting.json", "phase")
         if report is not None:
             found.append(Start(row["trial_id"], row["experiment_id"], *report))
-    return [one for one in found if experiment_id in (None, one.experiment_id)]
+    return found
 
 
 def stalled(state: StateDirectory) -> list[Stalled]:
@@ -178,14 +179,14 @@ def _report(path: Path, key: str) -> tuple[str, float] | None:
     return None
 
 
-def new_log_rows(state: StateDirectory, trial_id: int, after_id: int, limit: int = 5000) -> list[LogRow]:
-    """Return at most ``limit`` lines of a trial's log after a line id, in order."""
+def new_log_rows(state: StateDirectory, trial_id: int, after_id: int) -> list[LogRow]:
+    """Return the next lines of a trial's log after a line id, at most ``_MAX_ROWS``."""
     sql = (
         "SELECT id, rank, source, stdtype, level, rtrim(log, char(10)) AS text FROM logs "
         "WHERE trial_id = ? AND id > ? ORDER BY id LIMIT ?"
     )
     with _connection(state) as connection:
-        return fetch_all(LogRow, connection, sql, (trial_id, after_id, limit))
+        return fetch_all(LogRow, connection, sql, (trial_id, after_id, _MAX_ROWS))
 
 
 def last_log_id(state: StateDirectory, trial_id: int) -> int:
