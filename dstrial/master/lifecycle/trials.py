@@ -86,7 +86,7 @@ def set_runner_state(tx: Transaction, trial_id: int, state: str) -> None:
 
 
 def early_exit(tx: Transaction, trial_id: int, reason: str) -> None:
-    """Mark a trial's hyperparameters as invalid; kill the trial after 10 s.
+    """Mark a trial's hyperparameters as invalid; kill the trial if it runs in 10 s.
 
     Raises ``InvalidError`` unless ``reason`` is INVALID_HP or INIT_INVALID_HP.
     """

@@ -21,7 +21,10 @@ def by_node(slot_ids: Iterable[int]) -> dict[int, list[int]]:
 
 
 def could_ever_fit(num_slots: int, capacity: Mapping[int, int], *, is_on_one_node: bool = False) -> bool:
-    """Return whether ``num_slots`` fit on empty nodes of ``capacity`` (id -> slots)."""
+    """Return whether ``num_slots`` slots could be found if all nodes were free.
+
+    ``capacity`` maps node id -> number of slots. With ``is_on_one_node``, one node must have them all.
+    """
     limit = max(capacity.values(), default=0) if is_on_one_node else sum(capacity.values())
     return num_slots <= limit
 

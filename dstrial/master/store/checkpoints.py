@@ -205,7 +205,10 @@ def list_checkpoints(
     experiment_id: int | None = None,
     states: tuple[str, ...] = (),
 ) -> list[CheckpointInfo]:
-    """Return the checkpoints of a trial or an experiment, oldest first."""
+    """Return the checkpoints of a trial or an experiment, oldest first.
+
+    ``states`` limits the result to checkpoints in these states; empty means all.
+    """
     column, value = ("trial_id", trial_id) if trial_id is not None else ("experiment_id", experiment_id)
     where = Conditions()
     where.need(f"checkpoints.{column} = ?", value)
