@@ -45,7 +45,7 @@ IMPORTED_AHEAD = (
     "dstrial.cli.status",
     "dstrial.master.server",
     # modules that a serving master imports
-    "dstrial.master.app",
+    "dstrial.master.proxy",
     "dstrial.master.backends.hosts.backend",
     "dstrial.master.http.connection",
     "dstrial.master.scheduler.scheduler",

@@ -94,20 +94,20 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _backup(args: argparse.Namespace, state: StateDirectory) -> None:
-    from dstrial.master.store import backups, sqlite_file
+    from dstrial.master.store import sqlite_file
 
     target = sqlite_file.new_path(state.database_path, time.time(), "master")
     if args.path is not None:
         asked = Path(args.path).absolute()
         target = asked / target.name if asked.is_dir() else asked
-    backups.make_copy(state.database_path, target)
+    sqlite_file.make_copy(state.database_path, target)
     sys.stdout.write(
-        f"{target}: {target.stat().st_size / 2**20:.1f} MiB, experiments up to {backups.last_experiment(target)}, checked\n"
+        f"{target}: {target.stat().st_size / 2**20:.1f} MiB, experiments up to {sqlite_file.last_experiment(target)}, checked\n"
     )
 
 
 def _restore(args: argparse.Namespace, state: StateDirectory) -> None:
-    from dstrial.master.store import backups
+    from dstrial.master.store import sqlite_file
 
     if args.path is None:
         _list_backups(state)
@@ -124,7 +124,7 @@ def _restore(args: argparse.Namespace, state: StateDirectory) -> None:
             if allocations:
                 still = f"{len(allocations)} allocations of an earlier master run on"
                 sys.stderr.write(f"warning: {still}; results newer than the backup are lost\n")
-        restored = backups.restore_copy(state.database_path, copy)
+        restored = sqlite_file.restore_copy(state.database_path, copy)
         state.restrict_to_owner()
     sys.stdout.write(
         f"{state.database_path} is restored from {copy}: {restored.num_experiments} experiments, the last is "
@@ -136,7 +136,7 @@ def _restore(args: argparse.Namespace, state: StateDirectory) -> None:
 
 
 def _list_backups(state: StateDirectory) -> None:
-    from dstrial.master.store import backups, sqlite_file
+    from dstrial.master.store import sqlite_file
 
     found = sqlite_file.list_copies(state.database_path)
     if not found:
@@ -145,7 +145,7 @@ def _list_backups(state: StateDirectory) -> None:
         )
     for one in found:
         moment = datetime.datetime.fromtimestamp(one.time_s, datetime.timezone.utc)
-        last = backups.last_experiment(one.path)
+        last = sqlite_file.last_experiment(one.path)
         size = f"{one.path.stat().st_size / 2**20:.1f} MiB"
         sys.stdout.write(
             f"{moment:%Y-%m-%d %H:%M:%S} UTC  experiments up to {'?' if last is None else last:<6} {size:>10}  {one.path}\n"

@@ -14,7 +14,7 @@ from urllib.parse import urlencode, urlsplit
 from dstrial.errors import MasterError, RequestError
 from dstrial.master import owner_socket
 
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 60.0  # until the response of a request, except of streams
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class Client:
             MasterError: the master is unreachable, or the connection was lost during the response. In the latter case, the
             request may have succeeded.
         """
-        with self._answer(method, path, query or {}, body, timeout_s=self.timeout_s) as answer:
-            text = answer.read()
+        with self._response(method, path, query or {}, body, timeout_s=self.timeout_s) as response:
+            text = response.read()
         try:
             value = json.loads(text) if text else {}
         except ValueError as error:
@@ -61,8 +61,8 @@ class Client:
 
     def stream(self, path: str, **query: Any) -> Iterator[dict[str, Any]]:
         """Yield the JSON objects of a streaming response; raises the errors of ``send``."""
-        with self._answer("GET", path, query, None, timeout_s=None) as answer:
-            for line in answer:
+        with self._response("GET", path, query, None, timeout_s=None) as response:
+            for line in response:
                 message = json.loads(line)
                 if "error" in message:
                     raise RequestError(500, str(message["error"].get("message", message["error"])))
@@ -73,13 +73,13 @@ class Client:
         import tarfile
 
         with (
-            self._answer("GET", path, {}, None, timeout_s=None) as answer,
-            tarfile.open(fileobj=answer, mode="r|gz") as tar,
+            self._response("GET", path, {}, None, timeout_s=None) as response,
+            tarfile.open(fileobj=response, mode="r|gz") as tar,
         ):
             tar.extractall(directory, filter="data")
 
     @contextlib.contextmanager
-    def _answer(
+    def _response(
         self,
         method: str,
         path: str,
@@ -103,7 +103,7 @@ class Client:
         try:
             try:
                 connection.request(method, target, body=data, headers={"Host": url.netloc, **headers})
-                answer = connection.getresponse()
+                response = connection.getresponse()
             except TimeoutError as error:
                 raise MasterError(
                     f"{self.address} has not answered {path} within {timeout_s} s; expected an answer. See whether the master is "
@@ -112,9 +112,9 @@ class Client:
             except (OSError, http.client.HTTPException) as error:
                 raise self._no_master(str(error) or type(error).__name__) from error
             try:
-                if answer.status >= 300:
-                    raise RequestError(answer.status, _error_text(answer.read(), answer.reason))
-                yield answer
+                if response.status >= 300:
+                    raise RequestError(response.status, _error_text(response.read(), response.reason))
+                yield response
             except (OSError, http.client.HTTPException) as error:
                 raise MasterError(
                     f"the connection to {self.address} was lost ({error or type(error).__name__}); expected the rest of "

@@ -31,10 +31,9 @@ HOST = "127.0.0.1"  # the only address that a master listens on
 DEFAULT_PORT = 8080
 ENGINES = ("slurm", "ray")  # back ends that get their nodes from an engine with a queue
 BACKENDS = ("agent", *ENGINES)
-_START_TIMEOUT_S = 60.0
+_START_TIMEOUT_S = 60.0  # until the new process serves, in addition to the check of the database
 _CHECK_S_PER_GIB = 30.0  # timeout of the database check at startup; ten times the time measured after a kill
-
-_OTHER_TIMEOUT_S = 10.0
+_OTHER_TIMEOUT_S = 10.0  # wait for the record of a master that another command starts
 _POLL_PERIOD_S = 0.05
 
 STOP_SIGNAL = signal.SIGTERM  # graceful: preempt all trials, wait for their checkpoints, exit
@@ -111,7 +110,10 @@ def start(
 def _launch(
     state: StateDirectory, options: MasterOptions, meanwhile: Callable[[], None]
 ) -> tuple[subprocess.Popen[bytes], bytes | None]:
-    """Start the master's process; return the process and its report (None on timeout)."""
+    """Start the master's process; return the process and its report (None on timeout).
+
+    The report is JSON that the process writes to a pipe once it serves or fails; empty if it exits without a report.
+    """
     ours, theirs = os.pipe()
     with contextlib.closing(os.fdopen(ours, "rb")) as ready:
         try:

@@ -7,7 +7,7 @@ import resource
 
 from dstrial.errors import MasterError
 
-_WANTED_FILES = 4096
+_WANTED_FILES = 4096  # the soft limit is raised to this value, or to the hard limit if that is lower
 _RESERVED_FILES = 128  # for files other than connections: database, logs, supervisors
 _FILES_PER_CONNECTION = 2  # a proxied connection has a second connection, to the task's service
 _MIN_CONNECTIONS = 16

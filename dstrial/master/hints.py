@@ -48,4 +48,8 @@ START = "Start its master with `dstrial up`"
 
 
 def put_back(copy: Path | None, directory: Path) -> str:
+    """Return the `dstrial restore` command for a backup, as text in backticks.
+
+    ``copy`` is the path of the backup, None if there is none. ``directory`` is the state directory.
+    """
     return "`dstrial restore PATH`" if copy is None else f"`dstrial restore {copy} --state-dir {directory}`"

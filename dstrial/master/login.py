@@ -34,7 +34,8 @@ def addresses_of(port: int) -> tuple[str, str]:
 def log_in(record: MasterRecord) -> dict[str, Login]:
     """Log ``det`` in at both addresses of a master; return address -> outcome.
 
-    A valid entry of any user is kept, and so is an entry that belongs to another master.
+    An address without stored tokens gets a new token of user ``determined`` or, if the master issues none, the token of the other
+    address. Stored tokens are kept, also if this master does not accept them, as they may belong to another master.
 
     Source: Determined 0.38.1 determined.common.api.authentication.TokenStore.
     """

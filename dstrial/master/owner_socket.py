@@ -15,7 +15,7 @@ from pathlib import Path
 from dstrial.errors import MasterError
 from dstrial.master.state_directory import StateDirectory
 
-_MAX_ADDRESS_BYTES = 107
+_MAX_ADDRESS_BYTES = 107  # without the NUL at the end
 _BACKLOG = 128
 
 

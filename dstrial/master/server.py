@@ -10,9 +10,11 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
+import importlib
 import json
 import logging
 import os
+import pkgutil
 import signal
 import socket
 import sys
@@ -44,6 +46,8 @@ from dstrial.visible_text import visible, visible_line
 
 if TYPE_CHECKING:
     from dstrial.master.backends.devices import Slot
+    from dstrial.master.http.router import Route
+    from dstrial.master.proxy import ProxyMiddleware
     from dstrial.master.scheduler.scheduler import Scheduler
     from dstrial.master.services import Services
     from dstrial.master.settings import MasterSettings
@@ -62,7 +66,7 @@ _PRIVATE_UMASK = 0o077
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _BACKLOG = 2048
 _LOG_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s"
-_LOG_INDENT = "    "
+_LOG_INDENT = "    "  # of tracebacks, which must not look like log lines
 
 
 class MasterServer(uvicorn.Server):
@@ -151,7 +155,7 @@ def serve(
 
 
 def with_options(settings: MasterSettings, options: MasterOptions) -> MasterSettings:
-    """Return the settings; the command line's Python and back end take precedence."""
+    """Return the settings, with the interpreter and back end of the command line."""
     return dataclasses.replace(
         settings,
         hosts_python=options.python or settings.hosts_python,
@@ -231,6 +235,28 @@ def _configure_log(state: StateDirectory, level: str, *, shows_log: bool) -> Non
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
 
 
+def all_routes() -> list[Route]:
+    """Return the routes of all modules in ``dstrial.master.api`` and ``.web``."""
+    from dstrial.master import api, web
+
+    names = [
+        name
+        for package in (api, web)
+        for name in sorted(
+            module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+        )
+    ]
+    return [route for name in names for route in getattr(importlib.import_module(name), "routes", ())]
+
+
+def create_app(services: Services) -> ProxyMiddleware:
+    """Return the ASGI application: API, web page and proxied services of tasks."""
+    from dstrial.master.http.router import Api
+    from dstrial.master.proxy import ProxyMiddleware
+
+    return ProxyMiddleware(services, Api(services, all_routes()))
+
+
 def _run(
     state: StateDirectory,
     services: Services,
@@ -240,7 +266,6 @@ def _run(
     num_connections: int,
     on_ready: Callable[[MasterRecord], None],
 ) -> None:
-    from dstrial.master.app import create_app
     from dstrial.master.http.connection import MAX_CONNECTIONS, MAX_HEAD_BYTES, Connection
     from dstrial.master.proxy import websocket_protocol
     from dstrial.master.scheduler.scheduler import Scheduler
@@ -249,7 +274,7 @@ def _run(
     scheduler = Scheduler(services)
     delivery = Delivery(services)
 
-    def tell() -> None:
+    def begin_work() -> None:
         scheduler.start()
         delivery.start()
         state.write_record(record)
@@ -272,7 +297,7 @@ def _run(
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             limit_concurrency=min(MAX_CONNECTIONS, num_connections),
         ),
-        tell,
+        begin_work,
         owner_listener,
     )
 
@@ -343,12 +368,12 @@ def main(words: list[str]) -> int:
     ready = int(words[1])
     os.set_inheritable(ready, False)
 
-    def tell(message: dict[str, Any]) -> None:
+    def report(message: dict[str, Any]) -> None:
         with os.fdopen(ready, "w", encoding="utf-8") as pipe:
             json.dump(message, pipe)
 
     def on_ready(record: MasterRecord) -> None:
-        tell({"record": dataclasses.asdict(record)})
+        report({"record": dataclasses.asdict(record)})
 
     options = MasterOptions.from_arguments(words[2:])
     if options.owner_pid is not None:
@@ -360,7 +385,7 @@ def main(words: list[str]) -> int:
     except DstrialError as error:
         logger.error("%s", error)
         with contextlib.suppress(OSError):
-            tell({"error": str(error), "is_in_use": isinstance(error, StateInUseError)})
+            report({"error": str(error), "is_in_use": isinstance(error, StateInUseError)})
         return 1
     return 0
 

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from dstrial.file_writes import replace_file
 from dstrial.master.backends import local
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 P = ParamSpec("P")
 
-_NUM_READERS = 4
-_NUM_CHECKERS = 2
-_SCHEDULER_LATE_S = 30.0
+_NUM_READERS = 4  # threads that read the database
+_NUM_CHECKERS = 2  # threads for slow checks
+_SCHEDULER_LATE_S = 30.0  # a scheduler step that lasts longer is reported as a health problem
 
 VERSION = "0.38.1"  # release of Determined whose API is served; clients warn about any other version
 
@@ -195,7 +195,7 @@ class Services:
         return next((node.name for node in self.backend.nodes() if node.id == node_id), self.agent_id)
 
     def agent_of(self, allocation: Allocation) -> str:
-        """Return the names of an allocation's nodes.
+        """Return the names of an allocation's nodes, separated by commas.
 
         An allocation without slots is on the master's machine.
         """
@@ -283,10 +283,10 @@ def open_services(
         is_new = not users.has_users(connection)
     if is_new:
         passwords = users.new_passwords(is_blank=not has_passwords)
-        path = state_dir / "credentials.json"
+        path = StateDirectory(state_dir).credentials_path
         if has_passwords:
             # Write the file before the rows of users, so that a crash cannot leave unknown passwords.
-            _write_secret(path, passwords)
+            replace_file(path, json.dumps(passwords, indent=2) + "\n", is_private=True)
         else:
             path.unlink(missing_ok=True)
         database.write(lambda tx: users.create_first_users(tx, passwords))
@@ -304,7 +304,3 @@ def open_services(
         transport=transport,
         signing_key=load_key(StateDirectory(state_dir).webhook_key_path),
     )
-
-
-def _write_secret(path: Path, content: dict[str, Any]) -> None:
-    replace_file(path, json.dumps(content, indent=2) + "\n", is_private=True)

@@ -15,10 +15,9 @@ from dstrial.config.experiment_config.submission import MasterDefaults
 from dstrial.config.keys import Dialect, Rule, Section, check_keys
 from dstrial.config.secrets import MASK, SecretNames, masked, masked_shell
 from dstrial.errors import ConfigError
-from dstrial.master.daemon import BACKENDS, ENGINES
+from dstrial.master.daemon import BACKENDS, DEFAULT_PORT, ENGINES
 from dstrial.slurm.script import sbatch_args
 
-DEFAULT_PORT = 8080
 DEFAULT_POOL = "default"
 DEFAULT_TENSORBOARD_TIMEOUT_S = 300
 DEFAULT_WARM_IDLE_TIMEOUT_S = 300

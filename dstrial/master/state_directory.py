@@ -10,12 +10,12 @@
     master.log        the master's own log
     master.sock       the UNIX socket through which the directory's owner reaches the master without a password
     credentials.json  generated passwords of the first users, mode 0600
-    webhook.key       signing key of webhooks unless the settings contain one, mode 0600
+    webhook.key       key that signs the requests of webhooks, mode 0600
     allocations/      one directory per allocation
     checkpoints/      the default checkpoint storage
     venvs/            virtual environments of tasks that install packages, by digest
 
-This module imports only the standard library, to keep commands fast.
+To keep commands fast, this module imports little more than the standard library.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ class StateDirectory:
 
     @classmethod
     def choose(cls, state_dir: str | os.PathLike[str] | None = None) -> StateDirectory:
-        """Return ``state_dir``, else DSTRIAL_STATE_DIR, else the user data directory."""
+        """Return the state directory at ``state_dir``, $DSTRIAL_STATE_DIR or the default.
+
+        The first that is given counts. The default is ``dstrial`` in the user's data directory.
+        """
         asked = state_dir or os.environ.get(STATE_DIR_VARIABLE)
         if asked:
             return cls(Path(asked).absolute())

@@ -11,7 +11,8 @@ from typing import Any, BinaryIO, TypeVar, get_type_hints
 
 T = TypeVar("T")
 
-MAX_RECORD_BYTES = 1 << 20
+MAX_RECORD_BYTES = 1 << 20  # maximum size of a JSON file
+# Errors of open() which mean that the path is no file that this account can read.
 _NO_FILE = (errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EACCES)
 
 

@@ -62,7 +62,7 @@ _PAGES = re.compile(r"/$|/page/|/det($|/)")
 
 def answers(scratch: Path) -> dict[str, str]:
     """Record the response of every GET route of a master with sample data."""
-    from dstrial.master.app import all_routes
+    from dstrial.master.server import all_routes
 
     sys.path.append(str(ROOT / "tests" / "master"))
     from serving import serving

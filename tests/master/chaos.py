@@ -98,13 +98,14 @@ def running(master: MasterForTest) -> list[sqlite3.Row]:
     ]
 
 
-def _children_of(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
+    """Return the pids of a process's children that have not ended."""
     found = []
     for entry in pathlib.Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError, IndexError):
                 fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
-                if int(fields[1]) == pid and fields[0] != b"Z":
+                if int(fields[1]) == pid and fields[0] not in (b"Z", b"X"):
                     found.append(int(entry.name))
     return sorted(found)
 
@@ -117,8 +118,8 @@ def kill(master: MasterForTest, target: str) -> set[tuple[int, int]]:
     cut_off = set()
     for row in running(master)[: None if target == "all" else 1]:
         supervisor = row["supervisor_pid"]
-        entrypoints = _children_of(supervisor)
-        ranks = [pid for entrypoint in entrypoints for pid in _children_of(entrypoint)]
+        entrypoints = children_of(supervisor)
+        ranks = [pid for entrypoint in entrypoints for pid in children_of(entrypoint)]
         pids = {"supervisor": [supervisor], "entrypoint": entrypoints, "rank": ranks[-1:]}
         for pid in [supervisor, *entrypoints, *ranks] if target == "all" else pids[target]:
             with contextlib.suppress(ProcessLookupError):

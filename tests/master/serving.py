@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import uvicorn
 from rows import add
 
-from dstrial.master.app import create_app
 from dstrial.master.backends.devices import Slot
 from dstrial.master.http.connection import Connection
 from dstrial.master.pubsub import PubSub
+from dstrial.master.server import create_app
 from dstrial.master.services import Services, open_services
 from dstrial.master.settings import MasterSettings
 from dstrial.master.store import tokens, users
@@ -96,12 +96,7 @@ class Master:
         return self.services.database.write(function)
 
     def change(self, sql: str, *parameters: Any) -> None:
-        """Run one SQL statement and invalidate the token cache."""
-
-        def write(tx: Transaction) -> None:
-            tx.execute(sql, parameters)
-
-        self.write(write)
+        self.write(lambda tx: tx.execute(sql, parameters))
 
     def rows(self, sql: str, *parameters: Any) -> list[dict[str, Any]]:
         with self.services.database.read() as connection:

@@ -116,13 +116,27 @@ def log_of(master: MasterForTest, experiment_id: int) -> str:
     )
 
 
+def reports_of(master: MasterForTest, trial_id: int, group: str = "training") -> list[dict[str, Any]]:
+    """Return a trial's metric reports of a group, in batch order."""
+    path = f"/api/v1/trials/metrics/trial_metrics?group={group}&trialIds={trial_id}"
+    return [report for line in client_of(master).stream(path) for report in line["metrics"]]
+
+
 def steps_of(master: MasterForTest, trial_id: int) -> list[int]:
-    client = client_of(master)
-    return [
-        report["totalBatches"]
-        for line in client.stream(f"/api/v1/trials/metrics/trial_metrics?group=training&trialIds={trial_id}")
-        for report in line["metrics"]
-    ]
+    return [report["totalBatches"] for report in reports_of(master, trial_id)]
+
+
+def checkpoints_of(master: MasterForTest, experiment_id: int) -> list[dict[str, Any]]:
+    """Return an experiment's checkpoints in any state."""
+    answer = client_of(master).get(f"/api/v1/experiments/{experiment_id}/checkpoints")
+    found: list[dict[str, Any]] = answer["checkpoints"]
+    return found
+
+
+def agent_of(master: MasterForTest) -> str:
+    """Return the id of the only agent."""
+    (agent,) = client_of(master).get("/api/v1/agents")["agents"]
+    return str(agent["id"])
 
 
 def processes_with(text: str) -> list[int]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import chaos
 import pytest
 from chaos import num_reports
-from submitting import config, log_of, submit, trials, wait_until
+from submitting import checkpoints_of, config, log_of, submit, trials, wait_until
 from waiting import wait_for
 
 from dstrial.testing.master import MasterForTest, master_for_test
@@ -146,8 +146,7 @@ def test_forward_jump_kills_no_trial_saving_on_pause(
     assert "it did not stop within" not in log_of(master, experiment_id)
     [trial] = trials(master, experiment_id)
     assert int(trial["restarts"]) == 0
-    found = master.client().get(f"/api/v1/experiments/{experiment_id}/checkpoints")["checkpoints"]
-    assert [one["state"] for one in found] == ["STATE_COMPLETED"]
+    assert [one["state"] for one in checkpoints_of(master, experiment_id)] == ["STATE_COMPLETED"]
 
 
 def test_forward_jump_ends_no_detached_run(

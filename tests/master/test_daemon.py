@@ -1,19 +1,23 @@
-"""Options, port, usage, logs and shutdown of the master process."""
+"""Port, usage, log and libraries of the master process."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from pathlib import Path
 
 import pytest
+import warm_start
+from rows import add
 
 from dstrial.errors import MasterError
 from dstrial.master.backends import supervisor
 from dstrial.master.daemon import MasterOptions, choose_port, live_allocations, tail
 from dstrial.master.state_directory import MasterRecord, StateDirectory
-from dstrial.master.store.database import Database, Transaction
+from dstrial.master.store.database import Database
 from dstrial.master.store.views.observe import usage
+from dstrial.testing.master import master_for_test
 
 
 @pytest.fixture
@@ -26,17 +30,11 @@ def state(tmp_path: Path) -> StateDirectory:
 def with_allocation(
     state: StateDirectory, pid: int, start_time: str, allocation_state: str = "RUNNING"
 ) -> None:
-    def add(tx: Transaction) -> None:
-        tx.execute(
-            "INSERT INTO allocations (id, task_id, trial_id, experiment_id, run_id, state, slots, ports, resources_id, "
-            "directory, supervisor_pid, supervisor_start, start_us) "
-            "VALUES ('a.1', 'a', 1, 1, 1, ?, '[0, 1]', '{}', 'r', '/', ?, ?, 0)",
-            (allocation_state, pid, start_time),
+    columns = {"state": allocation_state, "supervisor_pid": pid, "supervisor_start": start_time}
+    with contextlib.closing(Database(state.database_path)) as database:
+        database.write(
+            lambda tx: add(tx, "allocations", id="a.1", task_id="a", trial_id=1, slots=[0, 1], **columns)
         )
-
-    database = Database(state.database_path)
-    database.write(add)
-    database.close()
     state.write_record(MasterRecord(1, "1", 8123, (), "c", "0"))
 
 
@@ -83,3 +81,13 @@ def test_tail_returns_whole_lines(tmp_path: Path) -> None:
     assert [line[0] for line in tail(path, 3)] == ["2", "3", "4"]
     assert len(tail(path, 100)) == 5
     assert tail(path, 0) == []
+
+
+@pytest.mark.process
+def test_master_process_maps_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(warm_start.SWITCH, "0")
+    with master_for_test(tmp_path) as master:
+        maps = Path(f"/proc/{master.record.pid}/maps").read_text()
+
+    assert "libtorch" not in maps
+    assert "python" in maps

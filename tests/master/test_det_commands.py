@@ -525,7 +525,7 @@ print(sorted(client.get_experiment({ended}).labels))
     assert done.stdout.splitlines() == ["[1, 2, 3]", "1 STATE_COMPLETED STATE_COMPLETED", "['sdk']"]
 
 
-@pytest.mark.exhaustive("tests/master/lifecycle/test_several_ranks.py::test_script_runs_once_per_slot")
+@pytest.mark.exhaustive("tests/master/test_entrypoints.py::test_script_runs_once_per_slot")
 def test_determined_launcher_entrypoint_runs(det: Det) -> None:
     experiment_id = det.create(
         det.short, "--config", "entrypoint=python3 -m determined.launch.torch_distributed python3 train.py"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from submitting import steps_of, trials
+from submitting import config as config_of
+from submitting import log_of, steps_of, submit, trials, wait_until
 
 from dstrial.testing.master import MasterForTest
 
@@ -23,6 +24,21 @@ from model_def import DigitsTrial
 with init() as context:
     Trainer(DigitsTrial(context), context).fit(reporting_period=pytorch.Batch(10))
 """
+SUM_OF_RANKS = """
+import determined as det
+
+distributed = det.core.DistributedContext.from_torch_distributed()
+mode = det.core.TensorboardMode.MANUAL  # imports no torch
+with det.core.init(distributed=distributed, tensorboard_mode=mode) as core:
+    ranks = distributed.allgather(distributed.rank)
+    if distributed.rank == 0:
+        core.train.report_training_metrics(len(ranks), {"sum": sum(ranks)})
+    print("of", len(ranks))
+"""
+LAUNCHERS = [
+    "python3 -m dstrial.launch train.py",
+    "python3 -m determined.launch.torch_distributed python3 train.py",
+]
 PYTORCH_TRIAL = """
 import torch
 from determined.pytorch import DataLoader, PyTorchTrial
@@ -124,3 +140,21 @@ def test_determined_trial_class_runs_unmodified(
     assert steps_of(shared_master, trial["id"]) == [10, 20]
     assert trial["bestValidation"]["metrics"]["avgMetrics"]["validation_loss"] < 1.0
     assert trial["bestCheckpoint"]["totalBatches"] == 20
+
+
+@pytest.mark.parametrize("entrypoint", LAUNCHERS)
+def test_script_runs_once_per_slot(shared_master: MasterForTest, entrypoint: str) -> None:
+    experiment_id = submit(
+        shared_master, config_of(entrypoint, resources={"slots_per_trial": 2}), SUM_OF_RANKS
+    )
+
+    wait_until(shared_master, experiment_id, "COMPLETED")
+
+    text = log_of(shared_master, experiment_id)
+    assert steps_of(shared_master, trials(shared_master, experiment_id)[0]["id"]) == [2]
+    assert "[rank=0] || of 2" in text
+    assert "[rank=1] || of 2" in text
+    of_rank = shared_master.det("e", "logs", str(experiment_id), "--rank-id", "0").stdout
+    assert "[rank=0] || of 2" in of_rank
+    assert "[rank=1]" not in of_rank
+    assert "Scheduling" not in of_rank

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from submitting import TRAIN, config, experiment, log_of, steps_of, submit, trials, wait_until
+from submitting import TRAIN, checkpoints_of, config, experiment, log_of, steps_of, submit, trials, wait_until
 
 from dstrial.errors import DstrialError
 from dstrial.testing.master import MasterForTest, master_for_test
@@ -64,7 +64,7 @@ def test_experiment_config_overrides_master_settings_in_trials(master: MasterFor
 
     assert "variables 1 2 master" in log_of(master, experiment_id)
     storage = experiment(master, experiment_id)["config"]["checkpoint_storage"]
-    (saved,) = master.client().get(f"/api/v1/experiments/{experiment_id}/checkpoints")["checkpoints"]
+    (saved,) = checkpoints_of(master, experiment_id)
     assert storage["save_trial_best"] == 2
     assert (settings.parent / "saved" / saved["uuid"] / "state.json").is_file()
     assert master.client().get("/api/v1/resource-pools")["resourcePools"][0]["name"] == "machine"

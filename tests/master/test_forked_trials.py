@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import os
 import random
@@ -16,7 +15,9 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+import submitting
 import yaml
+from chaos import children_of
 from submitting import config, log_of, steps_of, submit, trials, wait_until
 from waiting import wait_for
 from warm_start import SWITCH
@@ -25,6 +26,7 @@ from dstrial.fork_server import is_free
 from dstrial.harness_paths import WARM_VARIABLE
 from dstrial.master.backends.status import shown_servers
 from dstrial.master.backends.supervisor import descendants, members_of_session
+from dstrial.master.state_directory import process_start_time
 from dstrial.testing.master import MasterForTest, master_for_test
 
 pytestmark = [pytest.mark.process, pytest.mark.ranks, pytest.mark.timeout(600)]
@@ -106,17 +108,6 @@ def start_forked_trial(master: MasterForTest, steps: int, sleep_s: float) -> tup
     return experiment_id, trial["id"]
 
 
-def children_of(pid: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, IndexError):
-            if entry.name.isdigit():
-                fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
-                if int(fields[1]) == pid and fields[0] not in (b"Z", b"X"):
-                    found.append(int(entry.name))
-    return found
-
-
 def command_line_of(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
@@ -136,10 +127,7 @@ def ready_servers_of(master: MasterForTest) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except OSError:
-        return False
+    return process_start_time(pid) is not None
 
 
 def supervisor_of(master: MasterForTest, trial_id: int) -> int:
@@ -202,10 +190,7 @@ def reports_of(master: MasterForTest, experiment_id: int) -> dict[str, list[Any]
         found[json.dumps(trial["hparams"], sort_keys=True)] = [
             (group, report["totalBatches"], key, value)
             for group in ("training", "validation")
-            for line in master.client().stream(
-                f"/api/v1/trials/metrics/trial_metrics?group={group}&trialIds={trial['id']}"
-            )
-            for report in line["metrics"]
+            for report in submitting.reports_of(master, trial["id"], group)
             for metrics in report["metrics"].values()  # the key differs between training and validation
             for key, value in sorted((metrics or {}).items())
             if "per_second" not in key
@@ -366,10 +351,8 @@ def test_killed_forked_trial_leaves_no_process(master: MasterForTest, is_supervi
 
     assert is_supervisor_killed or killed.returncode == 0, killed.stderr
     wait_for(lambda: not members_of_session(supervisor) and not any(map(is_alive, seen)), "a process is left")
-    give_up_at_s = time.monotonic() + DEADLINE_S
-    while trials(master, experiment_id)[0]["state"] not in ("STATE_CANCELED", "STATE_ERROR"):
-        assert time.monotonic() < give_up_at_s, trials(master, experiment_id)[0]["state"]
-        time.sleep(0.1)
+    ended = ("STATE_CANCELED", "STATE_ERROR")
+    wait_for(lambda: trials(master, experiment_id)[0]["state"] in ended, deadline_s=DEADLINE_S)
 
 
 def test_forked_trial_outlives_killed_fork_server(

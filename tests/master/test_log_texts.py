@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from determined.common import api
 from determined.common.api import bindings
-from submitting import config, log_of, submit, trials, wait_until
+from submitting import agent_of, config, log_of, submit, trials, wait_until
 
 from dstrial.testing.master import MasterForTest, master_for_test
 
@@ -34,9 +34,8 @@ def test_trial_log_contains_expected_master_lines(
 
     log = log_of(master, experiment_id)
 
-    agent = master.client().get("/api/v1/agents")["agents"][0]["id"]
     (line,) = [line for line in log.splitlines() if "New trial runner in (container " in line]
-    assert line.endswith(f") on agent {agent}")
+    assert line.endswith(f") on agent {agent_of(master)}")
     assert text in log
     assert len(trials(master, experiment_id)) == 1
 

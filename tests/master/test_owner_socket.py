@@ -45,6 +45,10 @@ def test_socket_is_replaced_after_kill_removed_after_end(tmp_path: Path) -> None
         assert "no master is running" in gone.stderr
         master.up()
         assert_owner_gets_in(master)
+        os.kill(master.record.pid, signal.SIGINT)
+        assert master.dstrial("down").returncode == 0
+        assert not path.exists()
+        master.up()
     assert not path.exists()
 
 
@@ -69,12 +73,3 @@ def test_token_without_master_socket_raises_error(tmp_path: Path) -> None:
     record = MasterRecord(os.getpid(), "1", 1, (), "c", "0.1.0", str(tmp_path / "none"))
     with pytest.raises(MasterError, match="No such file or directory"):
         new_token(record)
-
-
-def test_sigint_of_master_removes_socket(tmp_path: Path) -> None:
-    with master_for_test(tmp_path, num_slots=1) as master:
-        path = Path(master.record.socket)
-        os.kill(master.record.pid, signal.SIGINT)
-        assert master.dstrial("down").returncode == 0
-        assert not path.exists()
-        master.up()

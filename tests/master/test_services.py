@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
 from pathlib import Path
-
-import pytest
-from serving import Master
 
 from dstrial.master.backends.devices import Slot
 from dstrial.master.backends.local import LocalBackend
@@ -39,9 +34,3 @@ def test_agent_backend_deletes_stale_status_files(tmp_path: Path) -> None:
     finally:
         services.close()
         database.close()
-
-
-@pytest.mark.process
-def test_check_leaves_garbage_collection_enabled(served: Master) -> None:
-    """A hanging check must not leave the process without garbage collection."""
-    assert asyncio.run(served.services.check(gc.isenabled))

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from submitting import config, experiment, log_of, submit, trials, wait_until
+from submitting import checkpoints_of, config, experiment, log_of, submit, trials, wait_until
 from waiting import wait_for
 
-from dstrial.master.store.sqlite_file import reading
+from dstrial.master.store.views.observe import num_pending_jobs
 from dstrial.storage_guard import STORAGE_MARKER
 from dstrial.testing.master import MasterForTest, master_for_test
 
@@ -64,16 +64,9 @@ def saving(tmp_path: Path, storage: Path, **changes: Any) -> dict[str, Any]:
     )
 
 
-def checkpoints(master: MasterForTest, experiment_id: int) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = master.client().get(f"/api/v1/experiments/{experiment_id}/checkpoints")[
-        "checkpoints"
-    ]
-    return found
-
-
 def lost(master: MasterForTest, experiment_id: int, storage: Path) -> list[str]:
     """Return uuids of COMPLETED checkpoints, one per missing or wrongly sized file."""
-    rows = [one for one in checkpoints(master, experiment_id) if one["state"].endswith("COMPLETED")]
+    rows = [one for one in checkpoints_of(master, experiment_id) if one["state"].endswith("COMPLETED")]
     assert rows
     return [
         one["uuid"]
@@ -88,7 +81,7 @@ def lost(master: MasterForTest, experiment_id: int, storage: Path) -> list[str]:
 
 
 def half_written(master: MasterForTest, experiment_id: int, storage: Path) -> set[str]:
-    known = {one["uuid"] for one in checkpoints(master, experiment_id)}
+    known = {one["uuid"] for one in checkpoints_of(master, experiment_id)}
     return {path.name for path in storage.glob("*-*-*-*-*") if (path / "model").exists()} - known
 
 
@@ -122,7 +115,7 @@ def test_unmounted_storage_is_not_recreated_and_trial_resumes(
 ) -> None:
     storage = tmp_path / "nfs" / "checkpoints"
     experiment_id = submit(master, saving(tmp_path, storage), SAVING_EVENTS)
-    wait_for(lambda: len(checkpoints(master, experiment_id)) >= 5)
+    wait_for(lambda: len(checkpoints_of(master, experiment_id)) >= 5)
 
     unmount(storage, tmp_path, leaves_mount_point=is_mount_point)
     wait_for(
@@ -141,9 +134,9 @@ def test_unmounted_storage_is_not_recreated_and_trial_resumes(
     )
     wait_until(master, other, "COMPLETED")
 
-    before = len(checkpoints(master, experiment_id))
+    before = len(checkpoints_of(master, experiment_id))
     mount_again(storage)
-    wait_for(lambda: len(checkpoints(master, experiment_id)) >= before + 3)
+    wait_for(lambda: len(checkpoints_of(master, experiment_id)) >= before + 3)
     (tmp_path / "last").touch()
     wait_until(master, experiment_id, "COMPLETED")
 
@@ -160,18 +153,18 @@ def test_checkpoint_deletion_is_postponed_while_storage_unmounted(
     given = saving(tmp_path, storage)
     given["checkpoint_storage"]["save_trial_latest"] = 1
     experiment_id = submit(master, given, SAVING)
-    wait_for(lambda: len(checkpoints(master, experiment_id)) >= 5)
+    wait_for(lambda: len(checkpoints_of(master, experiment_id)) >= 5)
     client = master.client()
     unmount(storage, tmp_path)
     wait_for(lambda: "waiting for its checkpoint storage" in log_of(master, experiment_id))
     client.post(f"/api/v1/experiments/{experiment_id}/cancel")
     wait_until(master, experiment_id, "CANCELED")
     wait_for(lambda: f"is postponed: checkpoint storage {storage}" in master_log(master))
-    states = {one["state"] for one in checkpoints(master, experiment_id)}
+    states = {one["state"] for one in checkpoints_of(master, experiment_id)}
     assert states == {"STATE_COMPLETED"}
 
     mount_again(storage)
-    wait_for(lambda: sum("COMPLETED" in one["state"] for one in checkpoints(master, experiment_id)) == 1)
+    wait_for(lambda: sum("COMPLETED" in one["state"] for one in checkpoints_of(master, experiment_id)) == 1)
     # A checkpoint that was half-written at the cancellation is deleted after the stored checkpoints.
     wait_for(lambda: len([path for path in storage.glob("*-*-*-*-*") if (path / "model").exists()]) == 1)
 
@@ -207,18 +200,18 @@ def test_half_written_checkpoints_of_killed_runs_are_deleted(master: MasterForTe
     wait_for(lambda: log_of(master, experiment_id).count("deleted a half-written checkpoint of a run") == 3)
 
     assert "123,456 bytes" in log_of(master, experiment_id)
-    [kept] = checkpoints(master, experiment_id)
+    [kept] = checkpoints_of(master, experiment_id)
     assert {path.parent.name for path in storage.glob("*/half")} == {kept["uuid"], theirs.name}
 
 
 def test_database_restore_keeps_checkpoints_reported_since(master: MasterForTest, tmp_path: Path) -> None:
     storage = tmp_path / "storage"
     experiment_id = submit(master, saving(tmp_path, storage), SAVING)
-    wait_for(lambda: len(checkpoints(master, experiment_id)) >= 2)
+    wait_for(lambda: len(checkpoints_of(master, experiment_id)) >= 2)
     assert master.dstrial("backup", str(tmp_path / "copy.db")).returncode == 0
-    copied = len(checkpoints(master, experiment_id))
-    wait_for(lambda: len(checkpoints(master, experiment_id)) >= copied + 5)
-    reported = {one["uuid"] for one in checkpoints(master, experiment_id)}
+    copied = len(checkpoints_of(master, experiment_id))
+    wait_for(lambda: len(checkpoints_of(master, experiment_id)) >= copied + 5)
+    reported = {one["uuid"] for one in checkpoints_of(master, experiment_id)}
     master.kill()
     # A child process of the killed master may still hold the lock for a moment.
     wait_for(lambda: master.dstrial("restore", str(tmp_path / "copy.db")).returncode == 0)
@@ -226,15 +219,10 @@ def test_database_restore_keeps_checkpoints_reported_since(master: MasterForTest
     master.up()
     (tmp_path / "last").touch()
     wait_until(master, experiment_id, "COMPLETED")
-    wait_for(lambda: num_pending(master) == 0)
+    wait_for(lambda: num_pending_jobs(master.state) == 0)
 
-    assert {one["uuid"] for one in checkpoints(master, experiment_id)} < reported | listed_in(storage)
+    assert {one["uuid"] for one in checkpoints_of(master, experiment_id)} < reported | listed_in(storage)
     assert reported <= listed_in(storage)
-
-
-def num_pending(master: MasterForTest) -> int:
-    with reading(master.state.database_path) as connection:
-        return int(connection.execute("SELECT COUNT(*) FROM work").fetchone()[0])
 
 
 def listed_in(storage: Path) -> set[str]:
@@ -244,7 +232,7 @@ def listed_in(storage: Path) -> set[str]:
 def test_master_started_without_storage_waits(master: MasterForTest, tmp_path: Path) -> None:
     storage = tmp_path / "storage"
     experiment_id = submit(master, saving(tmp_path, storage), SAVING)
-    wait_for(lambda: len(checkpoints(master, experiment_id)) >= 2)
+    wait_for(lambda: len(checkpoints_of(master, experiment_id)) >= 2)
     assert master.dstrial("down", "--now").returncode == 0
     storage.rename(storage.with_name("away"))
 

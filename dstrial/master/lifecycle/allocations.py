@@ -20,9 +20,9 @@ from dstrial.master.store.reports import metrics as metric_rows
 from dstrial.master.store.reports.logs import add_master_line
 from dstrial.search import ExitReason
 
-_MAX_LOSSES = 3
+_MAX_LOSSES = 3  # consecutive losses (no exit status) without a report after which a loss counts as a failure
 
-# A restart reads the same samples and weights, so its losses become non-finite again.
+# After this error a trial does not restart: it would read the same samples and weights, and fail again.
 _NOT_RETRIED_ERROR = "NonFiniteError"
 
 
@@ -56,9 +56,10 @@ def end(tx: Transaction, row: allocation_rows.Allocation, exit_: AllocationExit,
 def assign(
     tx: Transaction, trial_id: int, *, token_hashes: Mapping[str, str], **resources: Any
 ) -> allocation_rows.Allocation | None:
-    """Create an allocation for a trial's next run; None if the trial is not pending.
+    """Create and return an allocation for a trial's next run.
 
-    ``token_hashes`` is as for ``insert``. ``resources`` are ``slots``, ``ports`` (environment variable -> port),
+    Returns None if the trial or its experiment is not active, or the trial has an allocation. ``token_hashes`` maps kind
+    ("allocation", "user") -> SHA-256 of a token. ``resources`` are ``slots``, ``ports`` (environment variable -> port),
     ``resources_id``, and ``directory``, the parent of the allocation's directory.
     """
     trial = trial_rows.require(tx.connection, trial_id)
@@ -241,7 +242,7 @@ def _should_retry_stop(tx: Transaction, row: allocation_rows.Allocation, exit_: 
 
 
 def _count_losses(tx: Transaction, trial_id: int, run_id: int) -> int:
-    """Count the consecutive last runs that were lost before any metric report."""
+    """Count a trial's consecutive last runs that were lost before any metric report."""
     count = 0
     for row in allocation_rows.last_runs(tx.connection, trial_id, run_id, _MAX_LOSSES):
         if row.num_reports or not str(row.exit_reason).startswith("allocation lost"):

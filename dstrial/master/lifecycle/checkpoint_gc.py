@@ -30,6 +30,8 @@ _OBJECTS_TIMEOUT_S = 600.0  # timeout of deletions in object storage, for one ch
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
+    """A checkpoint that garbage collection may delete."""
+
     uuid: str
     trial_id: int
     steps: int  # batches completed
@@ -43,7 +45,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Policy:
-    """How many checkpoints garbage collection keeps (``save_…`` keys of the config)."""
+    """How many checkpoints garbage collection keeps: the config's ``save_…`` keys."""
 
     save_experiment_best: int
     save_trial_best: int
@@ -86,6 +88,10 @@ def plan(candidates: Sequence[Candidate], policy: Policy, *, smaller_is_better: 
 
 
 def storage_root(storage: Mapping[str, Any]) -> Path:
+    """Return the directory of a checkpoint storage, or raise ``MasterError``.
+
+    ``storage`` is a config's ``checkpoint_storage``. Object storages have no directory.
+    """
     kind = storage.get("type")
     if kind == "shared_fs":
         base = Path(str(storage["host_path"]))
@@ -136,7 +142,11 @@ def _deleting(directory: Path) -> Iterator[None]:
 
 
 def _delete_objects(config: Mapping[str, Any], name: str, globs: Sequence[str]) -> dict[str, int]:
-    """Delete objects below ``name`` in an object storage; return those that remain."""
+    """Delete objects whose names start with ``name`` from an object storage.
+
+    Returns the remaining ones: name -> bytes. ``globs`` are patterns of the deleted objects, relative to ``name``. ``config``
+    is the experiment's.
+    """
     storage = object_storage.external_storage(config)
     assert storage is not None
     if any(pattern in _ALL for pattern in globs):
@@ -180,7 +190,11 @@ def delete_files(config: Mapping[str, Any], uuid: str, globs: Sequence[str] = ("
 
 
 def forget_record(config: Mapping[str, Any], uuid: str) -> None:
-    """Delete a deleted checkpoint's metadata files in directory ``DSTRIAL_RUN_DIR``."""
+    """Delete the metadata files of a deleted checkpoint in the directory of its run.
+
+    Trials of ``dstrial run`` also keep such files in a run directory, which variable ``DSTRIAL_RUN_DIR`` of the config names.
+    No-op for other trials.
+    """
     run_directory = user_variables(config).get(_RUN_DIR_VARIABLE)
     if run_directory is None or not is_uuid(uuid):
         return

@@ -1,6 +1,6 @@
 """State transitions of a command: create, assign, start, pause, kill, end.
 
-A pausable command can stop, for example if the master shuts down or one of the command's slots is disabled, and restart with
+A pausable command can stop, for example if the master shuts down or a slot of the command is disabled. Later it restarts with
 the same files in a new allocation. Any other command ends with its only allocation.
 """
 
@@ -22,10 +22,13 @@ from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.errors import Hint, InvalidError
 from dstrial.master.store.reports.logs import add_master_line
 
-STOP_TIMEOUT_S = 30  # Grace period between SIGTERM and SIGKILL
+STOP_TIMEOUT_S = 30  # grace period between SIGTERM and SIGKILL
 
 _LOST_EARLY = "the master was killed before the process began"
-_STOPPING_END = {"STOPPING_CANCELED": "CANCELED", "STOPPING_PAUSED": "PAUSED"}
+_END_OF = {
+    "STOPPING_CANCELED": "CANCELED",
+    "STOPPING_PAUSED": "PAUSED",
+}  # stopping state -> state after the exit
 
 
 def create(tx: Transaction, new: NewCommand) -> str:
@@ -51,9 +54,11 @@ def _publish(tx: Transaction, task_id: str, *topics: str) -> None:
 def assign(
     tx: Transaction, task_id: str, *, token_hashes: Mapping[str, str], **resources: Any
 ) -> allocation_rows.Allocation | None:
-    """Create an allocation for a command; None if the command is not pending.
+    """Create and return an allocation for a command.
 
-    The arguments are those of ``lifecycle.allocations.assign``.
+    Returns None if the command is not waiting. ``token_hashes`` maps kind ("allocation", "user") -> SHA-256 of a token.
+    ``resources`` are ``slots``, ``ports`` (environment variable -> port), ``resources_id``, and ``directory``, the parent of
+    the allocation's directory.
     """
     row = commands.require(tx.connection, task_id)
     if row.state != "ACTIVE" or row.allocation_id is not None:
@@ -83,7 +88,8 @@ def _log_line(
 def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle | None) -> None:
     """Set a command's allocation to RUNNING, and to ready unless it is a TensorBoard.
 
-    A TensorBoard is ready once it responds (``mark_ready``). ``handle`` is as for ``lifecycle.allocations.started``.
+    A TensorBoard is ready once it responds (``mark_ready``). ``handle`` is the supervisor, the process that starts and watches
+    the command, or None if it is on another machine.
     """
     row = allocation_rows.require(tx.connection, allocation_id)
     command = commands.require(tx.connection, row.task_id)
@@ -188,7 +194,7 @@ def _stop(
 ) -> None:
     commands.update(tx, row.task_id, state=stopping, stop_reason=why)
     if row.allocation_id is None:
-        _close(tx, row, _STOPPING_END[stopping], why)
+        _close(tx, row, _END_OF[stopping], why)
         return
     release(tx, allocation_rows.require(tx.connection, row.allocation_id), why, is_kill=is_kill)
 
@@ -239,8 +245,8 @@ def exited(tx: Transaction, allocation_id: str, exit_: AllocationExit, _tracebac
     text = f"{command.description} {'has failed' if is_failure else 'was terminated'}: {details}"
     _log_line(tx, row.task_id, allocation_id, text, "ERROR" if is_failure else "INFO")
     state = command.state
-    if state in _STOPPING_END:
-        _close(tx, command, _STOPPING_END[state], reason)
+    if state in _END_OF:
+        _close(tx, command, _END_OF[state], reason)
     elif (was_asked and command.is_pausable) or starts_again:
         _publish(tx, row.task_id)
     elif was_asked:
@@ -284,7 +290,7 @@ def tensorboard_sources(
         )
     found: dict[str, Path] = {}
     for experiment_id in experiment_ids:
-        directory = _directory(connection, cluster_id, experiment_id)
+        directory = _tensorboard_directory(connection, cluster_id, experiment_id)
         chosen = _best_trials(connection, experiment_id)
         if chosen is None:
             found[f"experiment-{experiment_id}"] = directory
@@ -292,12 +298,12 @@ def tensorboard_sources(
             found[f"experiment-{experiment_id}-trial-{trial_id}"] = directory / "trial" / str(trial_id)
     for trial_id in trial_ids:
         row = trials.require(connection, trial_id)
-        directory = _directory(connection, cluster_id, row.experiment_id)
+        directory = _tensorboard_directory(connection, cluster_id, row.experiment_id)
         found[f"trial-{trial_id}"] = directory / "trial" / str(trial_id)
     return found
 
 
-def _directory(connection: Connection, cluster_id: str, experiment_id: int) -> Path:
+def _tensorboard_directory(connection: Connection, cluster_id: str, experiment_id: int) -> Path:
     config = json.loads(experiments.require(connection, experiment_id).config)
     try:
         return checkpoint_gc.tensorboard_directory(config["checkpoint_storage"], cluster_id, experiment_id)
@@ -310,6 +316,9 @@ def _directory(connection: Connection, cluster_id: str, experiment_id: int) -> P
 
 
 def _best_trials(connection: Connection, experiment_id: int) -> list[int] | None:
-    """Return the ids of the ``MAX_TRIALS`` best trials; None if there are no others."""
+    """Return the ids of an experiment's ``MAX_TRIALS`` best trials.
+
+    None means that the experiment has no more trials than that.
+    """
     found = trials.best_ids(connection, experiments.require(connection, experiment_id), MAX_TRIALS + 1)
     return None if len(found) <= MAX_TRIALS else found[:MAX_TRIALS]

@@ -1,6 +1,6 @@
 """Detached (unmanaged) runs: trials that the master neither starts nor stops.
 
-A script with ``determined.experimental.core_v2`` creates an experiment and a trial, or finds them by external id, and sends a
+A script with ``determined.experimental.core_v2`` creates an experiment and a trial, or finds them by external id. It sends a
 heartbeat every minute. The master does not schedule these trials, runs no searcher and garbage-collects no checkpoints. The
 experiment is active while any of its trials is active, and ends in the worst state of its trials.
 
@@ -27,6 +27,7 @@ from dstrial.master.store.errors import Hint, InvalidError
 from dstrial.master.store.reports.logs import add_master_line
 from dstrial.master.webhooks import events
 
+# State that ends a trial -> its description in the log.
 _ENDS = {"COMPLETED": "has completed", "CANCELED": "was canceled", "ERROR": "has reported an error"}
 
 
@@ -107,8 +108,8 @@ def start(tx: Transaction, trial_id: int, *, resumes: bool) -> StartPoint:
 def note_heartbeat(tx: Transaction, trial: trial_rows.Trial, *, is_current_run: bool = False) -> None:
     """Record a detached trial's heartbeat; set a trial that timed out back to ACTIVE.
 
-    With ``is_current_run`` (the heartbeat is of the trial's newest run), COMPLETED and ERROR trials also become ACTIVE: an
-    earlier run may have set that state. No-op for trials that the master runs.
+    ``is_current_run`` says that the heartbeat is of the trial's newest run. Then COMPLETED and ERROR trials also become ACTIVE,
+    as an earlier run may have set that state. No-op for trials that the master runs.
     """
     if trial.heartbeat_us is None:
         return
@@ -163,6 +164,7 @@ def give_up_silent(tx: Transaction, before_us: int) -> int:
 
 
 def has_silent_runs(connection: Connection, before_us: int) -> bool:
+    """Return whether ``give_up_silent`` would end a trial or an experiment."""
     return bool(
         trial_rows.silent_since(connection, before_us)
         or experiment_rows.detached_without_trial(connection, before_us)

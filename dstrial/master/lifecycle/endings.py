@@ -135,8 +135,11 @@ def stop_experiment(tx: Transaction, experiment_id: int, stopping: str, why: str
     return True
 
 
-def fail_experiment(tx: Transaction, experiment_id: int, why: str) -> None:
-    """Kill an experiment's trials, and end the experiment in ERROR; ``why`` is stored."""
+def _fail_experiment(tx: Transaction, experiment_id: int, why: str) -> None:
+    """Kill an experiment's trials, and end the experiment in ERROR.
+
+    ``why`` is logged for each trial and stored as the end reason.
+    """
     experiment_rows.update(tx, experiment_id, end_reason=why)
     for trial_id in trial_rows.open_ids(tx.connection, experiment_id):
         trial = trial_rows.require(tx.connection, trial_id)
@@ -158,9 +161,10 @@ def finish_if_over(tx: Transaction, experiment_id: int) -> None:
 
 
 def finish_experiment(tx: Transaction, experiment_id: int, state: str, reason: str | None) -> None:
-    """Set an experiment's terminal state; enqueue checkpoint GC unless unmanaged.
+    """Set an experiment's terminal state; no-op if it has one.
 
-    ``reason`` is stored unless an end reason is already stored. An unmanaged experiment is run by a script, not by the master.
+    For COMPLETED, a stored end reason is cleared. For other states, ``reason`` is stored unless an end reason is already
+    stored. Checkpoint garbage collection is enqueued, except for an unmanaged experiment, which a script runs, not the master.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.state in TERMINAL:
@@ -185,7 +189,10 @@ def begin_search(tx: Transaction, experiment_id: int, config: Mapping[str, Any])
 
 
 def validation_completed(tx: Transaction, trial: trial_rows.Trial, metrics: dict[str, Any]) -> None:
-    """Pass a trial's validation to the searcher; ``SearchError`` fails the experiment."""
+    """Pass a trial's validation to the searcher, and carry out the searcher's actions.
+
+    If the searcher raises ``SearchError``, the experiment ends in ERROR.
+    """
     _send_to_searcher(tx, trial.experiment_id, lambda s: s.validation_completed(trial.request_id, metrics))
 
 
@@ -201,7 +208,10 @@ def _notify_searcher(tx: Transaction, trial: trial_rows.Trial, reason: ExitReaso
 
 
 def _send_to_searcher(tx: Transaction, experiment_id: int, event: Callable[[Searcher], list[Action]]) -> None:
-    """Call ``event`` with an experiment's searcher; carry out the returned actions."""
+    """Call ``event`` with an experiment's searcher; carry out the returned actions.
+
+    No-op if the experiment has no searcher, or is stopping or over.
+    """
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.searcher_snapshot is None or row.state in STOPPING or row.state in TERMINAL:
         return
@@ -210,7 +220,7 @@ def _send_to_searcher(tx: Transaction, experiment_id: int, event: Callable[[Sear
     try:
         actions = event(searcher)
     except SearchError as error:
-        fail_experiment(tx, experiment_id, str(error))
+        _fail_experiment(tx, experiment_id, str(error))
         return
     _apply_actions(tx, row, config, searcher, actions)
 
@@ -238,7 +248,7 @@ def _apply_actions(
     actions: list[Action],
 ) -> None:
     experiment_id = row.id
-    warm_start = _warm_start(tx, config["searcher"])
+    warm_start = _warm_start_uuid(tx, config["searcher"])
     for action in actions:
         if isinstance(action, Create):
             trial_rows.insert(tx, row, action, now_us(), warm_start)
@@ -257,7 +267,7 @@ def _apply_actions(
                 stop_trial(tx, trial.id, "STOPPING_COMPLETED", STOPPED_BY_SEARCHER)
 
 
-def _warm_start(tx: Transaction, searcher: Mapping[str, Any]) -> str | None:
+def _warm_start_uuid(tx: Transaction, searcher: Mapping[str, Any]) -> str | None:
     """Return the uuid of the checkpoint from which new trials start, or None."""
     if searcher.get("source_trial_id") is None:
         uuid: str | None = searcher.get("source_checkpoint_uuid")

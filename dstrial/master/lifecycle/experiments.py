@@ -36,7 +36,7 @@ def create(
     ``tgz`` is the model definition as tar.gz. Returns the experiment's id.
     """
     projects.refuse_shut(projects.require(tx.connection, project_id), "take another experiment")
-    _warm_start(tx, submission.config)
+    _check_warm_start(tx, submission.config)
     experiment_id = experiment_rows.insert(
         tx,
         submission=submission,
@@ -50,7 +50,7 @@ def create(
     return experiment_id
 
 
-def _warm_start(tx: Transaction, config: dict[str, Any]) -> None:
+def _check_warm_start(tx: Transaction, config: dict[str, Any]) -> None:
     trial_id = config["searcher"].get("source_trial_id")
     uuid = config["searcher"].get("source_checkpoint_uuid")
     if trial_id is not None and checkpoint_rows.latest_completed(tx.connection, int(trial_id)) is None:

@@ -1,7 +1,7 @@
 """Find a trial's checkpoint and the slot counts on which the trial can resume.
 
 The module reads only database rows and checkpoints' manifests. A trial can resume from a dstrial checkpoint on any slot count
-that divides the (unchanged) global batch size, for example on fewer slots than ``slots_per_trial`` instead of waiting.
+that divides the global batch size, which does not change. So a trial need not wait for ``slots_per_trial`` slots.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOCAL_TRIAL_ID = 0
 
 
 def of_trial(connection: Connection, trial: Trial) -> SavedRun | None:
-    """Return the checkpoint from which a trial resumes, or None.
+    """Return the metadata of the checkpoint from which a trial resumes, or None.
 
     This is the trial's latest checkpoint, else that of its warm start. None if neither exists, or dstrial did not write it.
     """
@@ -41,7 +41,7 @@ def of_trial(connection: Connection, trial: Trial) -> SavedRun | None:
 
 
 def of_warm_start(connection: Connection, uuid: str | None) -> SavedRun | None:
-    """Return checkpoint ``uuid``, whose weights initialise a new trial.
+    """Return the metadata of a checkpoint whose weights initialise a new trial.
 
     None if ``uuid`` is None or not in the database, or if dstrial did not write the checkpoint.
     """
@@ -51,7 +51,10 @@ def of_warm_start(connection: Connection, uuid: str | None) -> SavedRun | None:
 
 
 def of_submission(connection: Connection, config: Mapping[str, Any]) -> SavedRun | None:
-    """Return the checkpoint from which a new config's first trial starts, or None."""
+    """Return the metadata of the checkpoint from which a submitted config starts.
+
+    None if the trial starts without a checkpoint, or dstrial did not write the checkpoint.
+    """
     saved = _of_run_directory(config)
     if saved is not None:
         return saved
@@ -67,7 +70,10 @@ def of_submission(connection: Connection, config: Mapping[str, Any]) -> SavedRun
 
 
 def _of_run_directory(config: Mapping[str, Any]) -> SavedRun | None:
-    """Return the checkpoint that ``dstrial run --resume`` names in a config, or None."""
+    """Return the metadata of the checkpoint of ``dstrial run --resume``, or None.
+
+    Its path is the value of an environment variable in ``config``.
+    """
     environment = config.get("environment")
     variables = environment.get("environment_variables") if isinstance(environment, Mapping) else None
     if isinstance(variables, Mapping):

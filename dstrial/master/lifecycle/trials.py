@@ -17,7 +17,7 @@ from dstrial.master.store.errors import InvalidError
 from dstrial.master.store.reports import metrics as metric_rows
 from dstrial.master.store.reports.logs import add_master_line
 
-_INVALID_HP_GRACE_US = 10_000_000
+_INVALID_HP_GRACE_US = 10_000_000  # time in which a trial with invalid hyperparameters may exit by itself
 
 
 def report_metrics(
@@ -86,7 +86,7 @@ def set_runner_state(tx: Transaction, trial_id: int, state: str) -> None:
 
 
 def early_exit(tx: Transaction, trial_id: int, reason: str) -> None:
-    """Mark a trial's hyperparameters as invalid; kill the trial if it runs 10 s later.
+    """Mark a trial's hyperparameters as invalid; kill the trial if it runs in 10 s.
 
     Raises ``InvalidError`` unless ``reason`` is INVALID_HP or INIT_INVALID_HP.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 import logging
 import math
@@ -34,6 +33,7 @@ from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.reports.logs import add_master_line
+from dstrial.master.store.tokens import hash_token
 
 if TYPE_CHECKING:
     from dstrial.master.services import Services
@@ -49,20 +49,24 @@ _Entry: TypeAlias = "tuple[jobs.WaitingTrial | commands.CommandInfo, Waiting]"
 
 @dataclasses.dataclass(slots=True)
 class _Queue:
-    """Waiting jobs and slots at one poll."""
+    """The waiting trials and commands and the slots, as read by one poll."""
 
     live: list[Allocation]
     enabled: frozenset[int] = frozenset()  # ids of slots
     free: frozenset[int] = frozenset()  # enabled and unused
     used_by: Mapping[int, int] = dataclasses.field(default_factory=dict)  # slots in use by experiment
-    is_settled: bool = True  # whether no node went down within the grace period
+    is_settled: bool = True  # False if a node went down less than the grace period ago
     disabled: frozenset[int] = frozenset()  # ids of disabled nodes
     is_all_off: bool = False  # whether all nodes are disabled
     is_idle: bool = False  # whether no job waits, and no trial may grow
     excluded: Sequence[jobs.WaitingTrial] = ()  # trials whose log policies exclude every node
-    rows: Sequence[jobs.WaitingTrial | commands.CommandInfo] = ()
-    entries: list[_Entry] = dataclasses.field(default_factory=list)  # the most urgent first
+    rows: Sequence[jobs.WaitingTrial | commands.CommandInfo] = ()  # of all waiting trials and commands
+    entries: list[_Entry] = dataclasses.field(
+        default_factory=list
+    )  # those that may start, the most urgent first
+    # Trials that need more slots than are enabled.
     lacking: list[jobs.WaitingTrial] = dataclasses.field(default_factory=list)
+    # Trials whose checkpoint or config could not be read, with the error.
     failed: list[tuple[jobs.WaitingTrial, Exception]] = dataclasses.field(default_factory=list)
 
     @property
@@ -131,7 +135,10 @@ class Dispatcher:
         self._backoff.record_failure(row.id)
 
     def _is_without_storage(self, row: jobs.WaitingTrial | commands.CommandInfo) -> bool:
-        """Return whether a trial's storage is unavailable; then log this and back off."""
+        """Return whether a trial's checkpoint storage is unavailable.
+
+        If it is, log this in the trial's log and postpone the trial. Always False for commands.
+        """
         if not isinstance(row, jobs.WaitingTrial):
             return False
         trouble = self._services.storages.trouble_of(row.experiment_id)
@@ -155,13 +162,13 @@ class Dispatcher:
 
     def _read(self, connection: Connection) -> _Queue:
         found = jobs.waiting_trials(connection)
-        places = self._backend.nodes()
+        all_nodes = self._backend.nodes()
         excluded_nodes = {
             row.id: nodes.excluded_for(connection, row.id)
             for row in found
             if row.is_node_excluded == _NODE_EXCLUDED
         }
-        known = {place.id for place in places}
+        known = {node.id for node in all_nodes}
         excluded = [row for row in found if row.id in excluded_nodes and excluded_nodes[row.id] >= known]
         trials = [row for row in found if row not in excluded] if excluded else found
         others = commands.waiting(connection)
@@ -170,8 +177,8 @@ class Dispatcher:
         is_empty = not trials and not others
         if is_empty and (self._services.engine is not None or not resizing.may_grow(connection)):
             return _Queue(live, is_idle=True, excluded=excluded)
-        off = jobs.disabled_slots(connection, {slot.id for place in places for slot in place.slots})
-        queue = _with_slots(live, places, off)
+        off = jobs.disabled_slots(connection, {slot.id for node in all_nodes for slot in node.slots})
+        queue = _with_slots(live, all_nodes, off)
         queue.excluded, queue.rows = excluded, [*trials, *others]
         if not queue.is_all_off:
             self._add_entries(connection, queue, trials, excluded_nodes)
@@ -189,7 +196,7 @@ class Dispatcher:
         excluded_nodes: Mapping[int, frozenset[int]],
     ) -> None:
         """Add waiting trials to ``queue.entries``; ``excluded_nodes`` is by trial id."""
-        is_single_node = functools.cache(functools.partial(_is_single_node, connection))
+        is_single_node = functools.cache(functools.partial(resizing.is_single_node, connection))
         largest = queue.largest
         for row in trials:
             if self._backoff.delay_s(row.id):
@@ -214,7 +221,10 @@ class Dispatcher:
                 queue.entries.append((row, one))
 
     def _num_slots(self, connection: Connection, row: jobs.WaitingTrial, queue: _Queue) -> int:
-        """Return how many slots a waiting trial needs; fewer if only fewer are enabled."""
+        """Return the slot count for a waiting trial: ``slots_per_trial``, or fewer.
+
+        A trial gets fewer slots only if not enough are available and its checkpoint can resume on fewer.
+        """
         wanted, num_enabled = row.slots_per_trial, len(queue.enabled)
         available = num_enabled if row.max_slots is None else min(num_enabled, row.max_slots)
         if wanted <= available:
@@ -228,7 +238,7 @@ class Dispatcher:
         self, connection: Connection, row: jobs.WaitingTrial, num_slots: int, queue: _Queue
     ) -> tuple[int, ...]:
         """Return the slot counts with which an elastic trial can start, best first."""
-        # The free slots of Slurm and Ray are unknown, and the engines do not hold lost slots for a trial.
+        # The free slots of Slurm and Ray are unknown, and these engines do not reserve lost slots for a trial.
         is_engine = self._services.engine is not None
         found = resizing.start_choices(
             connection,
@@ -243,7 +253,7 @@ class Dispatcher:
         # Source: Determined 0.38.1, e2e_tests/tests/cluster/test_log_policies.py.
         if not self._services.settings.launch_error:
             return
-        names = [place.name for place in self._backend.nodes()]
+        names = [node.name for node in self._backend.nodes()]
         where = f"{names[0]}, the only agent" if len(names) == 1 else f"all agents ({', '.join(names)})"
         why = f"a log policy (exclude_node) excludes {where}; no agent is left to restart it on"
 
@@ -254,7 +264,10 @@ class Dispatcher:
         self._database.write(end)
 
     def _ask_engine(self, queue: _Queue, waiting: Sequence[Waiting]) -> Answer | None:
-        """Request slots from Slurm or Ray; return None if the master assigns them itself."""
+        """Request slots from Slurm or Ray, and return the answer.
+
+        Returns None if the master assigns the slots itself.
+        """
         requests = requests_of(waiting, queue.used_by, queue.disabled, self._describe)
         answer = self._backend.request(requests)
         if answer is not None:
@@ -276,7 +289,10 @@ class Dispatcher:
         return started
 
     def _grow(self, queue: _Queue) -> None:
-        """Stop a trial that can resume on more slots, unless a job waits or a trial ends."""
+        """Stop one trial, with a checkpoint, that can resume on more slots.
+
+        No-op if a trial or command waits for slots, or an allocation is stopping.
+        """
         capacity = {node: len(slots) for node, slots in by_node(queue.enabled).items()}
         is_ending = any(row.preempt_us is not None or row.kill_us is not None for row in queue.live)
         if not queue.is_settled or is_ending:
@@ -299,13 +315,13 @@ class Dispatcher:
         first_ports = None  # the ports of a trial
         if isinstance(waiting, commands.CommandInfo):
             first_ports = TENSORBOARD_PORTS if waiting.kind == "TENSORBOARD" else {}
-        tokens, hashes = _new_tokens()
+        tokens = {kind: secrets.token_urlsafe(32) for kind in ("allocation", "user")}
         resources: dict[str, Any] = {
             "slots": slots,
             "ports": choose_ports(set(used_ports), first_ports),
             "resources_id": str(uuid.uuid4()),
             "directory": str(self._directory),
-            "token_hashes": hashes,
+            "token_hashes": {kind: hash_token(token) for kind, token in tokens.items()},
         }
 
         def assign(tx: Transaction) -> Allocation | None:
@@ -375,24 +391,27 @@ class Dispatcher:
         }
 
 
-def _with_slots(live: list[Allocation], places: Sequence[Node], off: Mapping[int, bool]) -> _Queue:
-    """Return a queue with the slots of ``places`` (nodes); ``off`` are disabled slots."""
+def _with_slots(live: list[Allocation], all_nodes: Sequence[Node], off: Mapping[int, bool]) -> _Queue:
+    """Return a queue that has the slots of ``all_nodes`` and no entries yet.
+
+    ``off`` are the disabled slots and nodes, as ``jobs.disabled_slots`` returns them.
+    """
     # A node that went down within the grace period counts as enabled, so that a short outage shrinks no trial.
     grace_start_us = now_us() - _NODE_GRACE_US
     enabled = {
         slot.id
-        for place in places
-        if place.why_down is None or place.since_us > grace_start_us
-        for slot in place.slots
+        for node in all_nodes
+        if node.why_down is None or node.since_us > grace_start_us
+        for slot in node.slots
         if slot.id not in off
     }
-    absent = {slot.id for place in places if place.why_down is not None for slot in place.slots}
+    absent = {slot.id for node in all_nodes if node.why_down is not None for slot in node.slots}
     in_use: set[int] = set()
     used_by: dict[int, int] = {}
     for row in live:
         in_use.update(row.slots)
         used_by[row.experiment_id] = used_by.get(row.experiment_id, 0) + len(row.slots)
-    disabled = frozenset(place.id for place in places if nodes.agent_key(place.id) in off)
+    disabled = frozenset(node.id for node in all_nodes if nodes.agent_key(node.id) in off)
     return _Queue(
         live,
         enabled=frozenset(enabled),
@@ -400,21 +419,14 @@ def _with_slots(live: list[Allocation], places: Sequence[Node], off: Mapping[int
         used_by=used_by,
         is_settled=enabled.isdisjoint(absent),
         disabled=disabled,
-        is_all_off=bool(places) and len(disabled) == len(places),
+        is_all_off=bool(all_nodes) and len(disabled) == len(all_nodes),
     )
 
 
-def _is_single_node(connection: Connection, experiment_id: int) -> bool:
-    config = json.loads(experiment_rows.require(connection, experiment_id).config)
-    return bool((config.get("resources") or {}).get("is_single_node"))
-
-
 def _insert_node_allocations(tx: Transaction, allocation_id: str, slots: Sequence[int]) -> None:
-    """Store an allocation's nodes in rank order; leave out the master's machine."""
+    """Store on which nodes besides the master's machine an allocation runs.
+
+    ``slots`` are slot ids in rank order.
+    """
     others = dict.fromkeys(nodes.node_of(slot_id) for slot_id in slots)
     nodes.insert_parts(tx, allocation_id, [node_id for node_id in others if node_id != nodes.OWN_NODE])
-
-
-def _new_tokens() -> tuple[dict[str, str], dict[str, str]]:
-    tokens = {kind: secrets.token_urlsafe(32) for kind in ("allocation", "user")}
-    return tokens, {kind: hashlib.sha256(token.encode()).hexdigest() for kind, token in tokens.items()}

@@ -22,14 +22,14 @@ from dstrial.master.lifecycle.storages import Storages
 from dstrial.master.pubsub import PubSub
 from dstrial.master.scheduler.backoff import Backoff
 from dstrial.master.store import allocations, background_jobs, checkpoints, experiments, models
-from dstrial.master.store.backups import make_daily_copy
 from dstrial.master.store.database import Database, OperationalError, Transaction, find_cluster_id
 from dstrial.master.store.reports import logs
+from dstrial.master.store.sqlite_file import make_daily_copy
 
 logger = logging.getLogger("dstrial.master.janitor")
 
 _PERIOD_S = 3600.0  # interval of checks for old logs, unused environments and a due copy
-_RETRY_S = 5.0  # first backoff of a job whose storage is unavailable
+_RETRY_S = 5.0  # delay until the first retry of a job whose storage is unavailable; each further delay is twice as long
 
 
 class _StorageUnavailableError(DstrialError):
@@ -107,7 +107,7 @@ class Janitor:
         except OperationalError:
             raise  # a full disk, for example: no fault of the job
         except Exception as error:
-            # CheckpointError: of object storage
+            # CheckpointError means that an object storage is unreachable.
             is_away = isinstance(error, _StorageUnavailableError | CheckpointError)
             if is_away and row.kind != "delete_experiment":
                 logger.warning("%s of experiment %d is postponed: %s", row.kind, row.experiment_id, error)
@@ -134,9 +134,9 @@ class Janitor:
         if experiment is None:
             return
         config = json.loads(experiment.config)
-        self._require(config["checkpoint_storage"])
+        self._require_storage(config["checkpoint_storage"])
         if kind == "gc":
-            for uuid in self._excess(experiment, config):
+            for uuid in self._checkpoints_to_delete(experiment, config):
                 self._delete_checkpoint(config, uuid, ["**/*"])
         elif kind == "delete_checkpoints":
             for uuid in payload["uuids"]:
@@ -148,13 +148,16 @@ class Janitor:
         else:
             self._delete_experiment(config, experiment_id)
 
-    def _require(self, storage: Mapping[str, Any]) -> None:
+    def _require_storage(self, storage: Mapping[str, Any]) -> None:
         trouble = self._storages.trouble(storage)
         if trouble is not None:
             raise _StorageUnavailableError(trouble)
 
     def _abandon(self, row: background_jobs.BackgroundJob, why: str) -> None:
-        """Drop a failed job; if it was an experiment's deletion, set DELETE_FAILED."""
+        """Drop a background job that failed for reason ``why``.
+
+        If the job was an experiment's deletion, set the experiment to DELETE_FAILED.
+        """
 
         def drop(tx: Transaction) -> None:
             if row.kind == "delete_experiment":
@@ -182,7 +185,9 @@ class Janitor:
                 owner = allocation.task_id, allocation.trial_id, text
                 self._database.write(lambda tx, owner=owner: logs.add_master_line(tx, *owner))  # type: ignore[misc]
 
-    def _excess(self, experiment: experiments.Experiment, config: Mapping[str, Any]) -> list[str]:
+    def _checkpoints_to_delete(
+        self, experiment: experiments.Experiment, config: Mapping[str, Any]
+    ) -> list[str]:
         """Return the uuids of unused checkpoints that the retention policy does not keep."""
         with self._database.read() as connection:
             unused = checkpoint_gc.unused(connection, experiment.id)
@@ -200,7 +205,7 @@ class Janitor:
             return
         try:
             left = checkpoint_gc.delete_files(config, uuid, globs)
-            self._require(config["checkpoint_storage"])  # else the files may still exist
+            self._require_storage(config["checkpoint_storage"])  # else the files may still exist
         except DstrialError as error:
             self._database.write(lambda tx: checkpoints.release_claims(tx, uuid))
             if not isinstance(error, MasterError):
@@ -225,7 +230,7 @@ class Janitor:
             checkpoint_gc.delete_files(config, row.uuid)
             checkpoint_gc.forget_record(config, row.uuid)
         self._delete_tensorboard(config, experiment_id)
-        self._require(config["checkpoint_storage"])  # else the files may still exist
+        self._require_storage(config["checkpoint_storage"])  # else the files may still exist
         for allocation in held:
             directory = Path(allocation.directory)
             remove(directory)

@@ -21,9 +21,12 @@ def by_node(slot_ids: Iterable[int]) -> dict[int, list[int]]:
 
 
 def could_ever_fit(num_slots: int, capacity: Mapping[int, int], *, is_on_one_node: bool = False) -> bool:
-    """Return whether ``num_slots`` fit on empty nodes of ``capacity`` (id -> slots)."""
-    most = max(capacity.values(), default=0) if is_on_one_node else sum(capacity.values())
-    return num_slots <= most
+    """Return whether ``num_slots`` slots could be found if all nodes were free.
+
+    ``capacity`` maps node id -> number of slots. With ``is_on_one_node``, one node must have them all.
+    """
+    limit = max(capacity.values(), default=0) if is_on_one_node else sum(capacity.values())
+    return num_slots <= limit
 
 
 def place(
@@ -104,18 +107,23 @@ def assignments(
             for count in one.choices or (one.num_slots,)
             if one.max_slots is None or in_use + count <= one.max_slots
         ]
-        there, most = left, capacity
+        allowed_free, allowed_capacity = left, capacity
         if one.excluded_nodes:
-            there = {node: slots for node, slots in left.items() if node not in one.excluded_nodes}
-            most = {node: count for node, count in capacity.items() if node not in one.excluded_nodes}
-        counts = [n for n in counts if could_ever_fit(n, most, is_on_one_node=one.is_on_one_node)]
+            allowed_free = {node: slots for node, slots in left.items() if node not in one.excluded_nodes}
+            allowed_capacity = {n: count for n, count in capacity.items() if n not in one.excluded_nodes}
+        counts = [
+            count
+            for count in counts
+            if could_ever_fit(count, allowed_capacity, is_on_one_node=one.is_on_one_node)
+        ]
         if is_blocked or not counts:
             continue
         slots = next(
             (
                 found
                 for count in counts
-                if (found := place(count, there, most, is_on_one_node=one.is_on_one_node)) is not None
+                if (found := place(count, allowed_free, allowed_capacity, is_on_one_node=one.is_on_one_node))
+                is not None
             ),
             None,
         )
@@ -134,7 +142,7 @@ def waits_for_others(one: Waiting, capacity: Mapping[int, int], used_by: Mapping
 
     ``capacity`` maps node id -> number of enabled slots, ``used_by`` experiment id -> number of slots in use.
     """
-    most = {node: count for node, count in capacity.items() if node not in one.excluded_nodes}
-    if not could_ever_fit(one.num_slots, most, is_on_one_node=one.is_on_one_node):
+    allowed = {node: count for node, count in capacity.items() if node not in one.excluded_nodes}
+    if not could_ever_fit(one.num_slots, allowed, is_on_one_node=one.is_on_one_node):
         return False
     return one.max_slots is None or used_by.get(one.experiment_id, 0) + one.num_slots <= one.max_slots

@@ -29,7 +29,6 @@ from dstrial.master.lifecycle import allocations, endings
 from dstrial.master.lifecycle import commands as life
 from dstrial.master.scheduler import commands
 from dstrial.master.scheduler.backoff import Backoff
-from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import nodes
 from dstrial.master.store import trials as trial_rows
@@ -107,7 +106,10 @@ class Reconciler:
         return wait_s
 
     def _poll_one(self, row: Allocation) -> bool:
-        """Reconcile an allocation, or back off; return whether more output is ready."""
+        """Reconcile an allocation; return whether more of its output is ready to be read.
+
+        An error is logged and postpones the next poll of this allocation.
+        """
         self._services.record_scheduler_step(f"polling allocation {row.id}")
         try:
             has_more = self._reconcile(row, run_of(row), self._states[row.id])
@@ -119,7 +121,10 @@ class Reconciler:
         return has_more
 
     def _reconcile(self, row: Allocation, run: RunRef, state: _State) -> bool:
-        """Store an allocation's new output and exit; return whether more output is ready."""
+        """Store an allocation's new output and its exit, and stop it if a request is due.
+
+        Returns whether more output is ready to be read.
+        """
         # Kill first, as reading files may fail.
         if row.kill_us is not None and time.monotonic() > state.kill_again_s:
             state.kill_again_s = time.monotonic() + _KILL_RETRY_S
@@ -166,7 +171,7 @@ class Reconciler:
             self._database.write(lambda tx: release(tx, row, text, is_kill=True))
 
     def _read_outputs(self, row: Allocation, run: RunRef, state: _State) -> bool:
-        """Store new output of an allocation; return whether more is ready."""
+        """Store new output of an allocation; return whether more is ready to be read."""
         parts: Mapping[int, nodes.AllocationNode] = {}
         if not run.is_on_own_node:
             with self._database.read() as connection:
@@ -187,13 +192,8 @@ class Reconciler:
         triggered = self._services.log_triggers.find(line.text for line in lines)
         name = self._services.node_name(output.node_id)
 
-        def advance(tx: Transaction) -> bool:
-            if output.node_id == nodes.OWN_NODE:
-                return allocation_rows.advance_log(tx, row.id, offset, read.end, len(lines))
-            return nodes.advance_log(tx, row.id, output.node_id, offset, read.end, len(lines))
-
         def store(tx: Transaction) -> None:
-            if advance(tx):
+            if nodes.advance_log(tx, row.id, output.node_id, offset, read.end, len(lines)):
                 quota = self._services.settings.trial_log_bytes
                 owner = LogOwner(row.task_id, row.trial_id or None, row.id)
                 add_lines(tx, owner, lines, quota)
@@ -272,6 +272,7 @@ class Reconciler:
 
 
 def release(tx: Transaction, row: Allocation, why: str, *, is_kill: bool) -> None:
+    """Request a stop or, if ``is_kill``, a kill of an allocation; log ``why``."""
     if row.is_command:
         life.release(tx, row, why, is_kill=is_kill)
     else:
@@ -295,7 +296,10 @@ def _expired_grace_period(row: Allocation, state: _State) -> str | None:
 
 
 def _with_explanation(directory: Path, exit_: AllocationExit) -> tuple[AllocationExit, str | None]:
-    """Return ``exit_`` with an explanation, and the traceback in the output or None."""
+    """Return (exit with an explanation, traceback) of a failed allocation.
+
+    The traceback is the first in the output in ``directory``, or None. An explanation that ``exit_`` has is kept.
+    """
     traceback = first_traceback(printed(directory))
     if exit_.explanation is None:
         exit_ = dataclasses.replace(exit_, explanation=explain_failure(printed(directory), traceback))

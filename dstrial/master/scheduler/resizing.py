@@ -53,7 +53,10 @@ def start_choices(
 
 
 def slots_to_resume_with(connection: Connection, row: WaitingTrial, available: int) -> int | None:
-    """Return the most slots, up to ``available``, that a trial can resume on, or None."""
+    """Return the largest slot count up to ``available`` on which a trial can resume.
+
+    None if there is no such count.
+    """
     at_least = _elasticity(row.section, row.slots_per_trial).at_least or 1
     return next(iter(_choices(connection, row.id, row.experiment_id, at_least, available)), None)
 
@@ -61,9 +64,10 @@ def slots_to_resume_with(connection: Connection, row: WaitingTrial, available: i
 def find_growth(
     connection: Connection, free: Collection[int], enabled: Collection[int], used_by: Mapping[int, int]
 ) -> tuple[int, str] | None:
-    """Return (trial id, reason) of a trial to stop, as it can resume on more slots.
+    """Return (trial id, reason) of a trial that can grow, or None.
 
-    ``free`` and ``enabled`` are slot ids; ``used_by`` maps experiment id -> number of slots in use.
+    The trial runs, and can resume on more slots, of which enough are free; the caller stops it. ``free`` and ``enabled`` are
+    slot ids; ``used_by`` maps experiment id -> number of slots in use.
     """
     for row in rows.resizable_trials(connection):
         elasticity = _elasticity(row.section, row.slots_per_trial)
@@ -74,20 +78,24 @@ def find_growth(
         more = _choices(connection, row.trial_id, row.experiment_id, len(slots) + 1, elasticity.at_most)
         if not more:
             continue
-        config = json.loads(experiment_rows.require(connection, row.experiment_id).config)
-        is_on_one_node = bool((config.get("resources") or {}).get("is_single_node"))
         one = Waiting(
             row.trial_id,
             row.experiment_id,
             more[0],
             row.max_slots,
-            is_on_one_node=is_on_one_node,
+            is_on_one_node=is_single_node(connection, row.experiment_id),
             choices=more,
         )
         target = grown(one, slots, free, enabled, used_by.get(row.experiment_id, 0))
         if target > len(slots):
             return row.trial_id, f"it grows from {len(slots)} to {target} slots, which are free"
     return None
+
+
+def is_single_node(connection: Connection, experiment_id: int) -> bool:
+    """Return whether ``resources.is_single_node`` of an experiment's config is set."""
+    config = json.loads(experiment_rows.require(connection, experiment_id).config)
+    return bool((config.get("resources") or {}).get("is_single_node"))
 
 
 def grown(

@@ -114,7 +114,7 @@ def describe(connection: Connection, key: Key) -> tuple[str, Mapping[str, Any]]:
 
 
 def write_answer(database: Database, answer: Answer) -> None:
-    """Write Slurm's or Ray's messages to logs; fail refused trials and commands."""
+    """Log the messages of Slurm or Ray; fail the trials and commands that they refuse."""
     if not answer.messages and not answer.refused:
         return
 

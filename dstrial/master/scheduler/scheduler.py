@@ -1,6 +1,6 @@
 """The scheduler thread: assigns slots, and reconciles processes with the database.
 
-Every step is idempotent: if the master is killed after a commit but before its effect, the next master finds the row and
+Every step is idempotent. If the master is killed after a commit but before its effect, the next master finds the row and
 repeats the step. An error of one trial never stops the thread.
 """
 
@@ -75,7 +75,7 @@ class Scheduler:
     def stop(self, *, graceful: bool, timeout_s: float) -> None:
         """Stop all allocations and the threads; experiments keep their state.
 
-        If ``graceful``, trials first save a checkpoint, and are killed after ``timeout_s``; meanwhile another thread may call
+        If ``graceful``, trials first save a checkpoint, and are killed after ``timeout_s``. Meanwhile another thread may call
         ``stop(graceful=False)`` to kill them immediately.
         """
         if not graceful:
@@ -118,7 +118,10 @@ class Scheduler:
             return self._kill_without_rows()
 
     def _kill_without_rows(self) -> bool:
-        """Kill the allocations if asked to; return whether any still runs."""
+        """Stop allocations although the database cannot be written.
+
+        Kills them, except in a graceful stop, which leaves them running. Returns whether any still runs.
+        """
         # A graceful stop kills nothing: trials may still save. The next master treats killed trials as lost: no restart.
         with self._database.read() as connection:
             runs = [run_of(row) for row in allocation_rows.all_live(connection)]
@@ -180,6 +183,7 @@ class Scheduler:
             logger.warning("%d detached runs without heartbeats are ended", count)
 
     def _remove_stale(self, live: set[str]) -> None:
+        """Kill the processes and delete the directories of allocations not in ``live``."""
         for directory in self._directory.iterdir():
             if directory.name not in live:
                 local.kill(local.find(directory), directory)

@@ -109,7 +109,7 @@ def insert(
 
 
 def last_runs(connection: sqlite3.Connection, trial_id: int, run_id: int, limit: int) -> list[Allocation]:
-    """Return at most ``limit`` allocations of runs up to ``run_id``, newest first."""
+    """Return a trial's last ``limit`` allocations up to run ``run_id``, newest first."""
     condition = "trial_id = ? AND run_id <= ? ORDER BY run_id DESC LIMIT ?"
     return _where(connection, condition, trial_id, run_id, limit)
 
@@ -128,19 +128,6 @@ def note_report(tx: Transaction, trial_id: int, run_id: int, *, has_trained: boo
         "UPDATE allocations SET num_reports = num_reports + ?, is_ready = 1 WHERE trial_id = ? AND run_id = ?",
         (int(has_trained), trial_id, run_id),
     )
-
-
-def advance_log(tx: Transaction, allocation_id: str, before: int, after: int, num_lines: int) -> bool:
-    """Advance the byte offset up to which an allocation's log file is stored.
-
-    Moves the offset from ``before`` to ``after``, with ``num_lines`` lines in between, and returns True. If the current offset is
-    not ``before``, changes nothing and returns False.
-    """
-    cursor = tx.execute(
-        "UPDATE allocations SET log_offset = ?, log_lines = log_lines + ? WHERE id = ? AND log_offset = ?",
-        (after, num_lines, allocation_id, before),
-    )
-    return bool(cursor.rowcount)
 
 
 _USED_BY_TRIALS = (
@@ -173,7 +160,7 @@ class AllocationUsage:
     user_id: int
     username: str
     experiment_id: int  # 0 for a command
-    workspace_name: str  # when the allocation started
+    workspace_name: str  # name at the start of the allocation
     labels: tuple[str, ...]  # of the experiment
     num_slots: int
     start_us: int
@@ -189,19 +176,6 @@ def uses(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[
         "ORDER BY start_us, allocation_id"
     )
     return fetch_all(AllocationUsage, connection, sql, {"before": before_us, "after": after_us})
-
-
-def busy(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[tuple[int, int, int | None]]:
-    """Return (slot count, start, end) of allocations that overlap a time range.
-
-    Times are microseconds since the epoch; the end of an active allocation is None. Allocations without slots are skipped.
-    """
-    rows = connection.execute(
-        "SELECT json_array_length(slots) AS num_slots, start_us, end_us FROM allocations "
-        "WHERE start_us < :before AND (end_us IS NULL OR end_us > :after) AND slots != '[]'",
-        {"before": before_us, "after": after_us},
-    )
-    return [(int(row["num_slots"]), int(row["start_us"]), row["end_us"]) for row in rows]
 
 
 def spans(connection: sqlite3.Connection, use: AllocationUsage, now_us: int) -> list[tuple[str, int, int]]:

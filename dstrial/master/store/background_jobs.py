@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import Any
 
 from dstrial.master.clock import now_us
-from dstrial.master.store.database import Transaction, fetch_all, fetch_one
+from dstrial.master.store.database import Transaction, fetch_one
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,16 +39,10 @@ def request(tx: Transaction, kind: str, experiment_id: int, payload: dict[str, A
 
 
 def next_pending(connection: sqlite3.Connection, but: Collection[int] = ()) -> BackgroundJob | None:
-    """Return the oldest job, except ids in ``but``; None if there is none."""
+    """Return the oldest background job whose id is not in ``but``, or None."""
     sql = "SELECT * FROM work WHERE id NOT IN (SELECT value FROM json_each(?)) ORDER BY id LIMIT 1"
     return fetch_one(BackgroundJob, connection, sql, (json.dumps(list(but)),))
 
 
 def done(tx: Transaction, work_id: int) -> None:
     tx.execute("DELETE FROM work WHERE id = ?", (work_id,))
-
-
-def collections(connection: sqlite3.Connection) -> list[BackgroundJob]:
-    """Return the jobs that `det task list` shows as checkpoint GC tasks."""
-    sql = "SELECT * FROM work WHERE experiment_id > 0 AND kind != 'sweep' ORDER BY id"
-    return fetch_all(BackgroundJob, connection, sql)

@@ -103,7 +103,7 @@ def add_checkpoint(
         "manifest_sha256": digest,
     }
     tx.insert("checkpoints", columns, "INSERT OR REPLACE")
-    _count(tx, trial.id)
+    _update_counts(tx, trial.id)
 
 
 def _with_digest(metadata: Mapping[str, Any], digest: str | None) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def _with_digest(metadata: Mapping[str, Any], digest: str | None) -> dict[str, A
     return rest if digest is None else {**rest, MANIFEST_DIGEST: digest}
 
 
-def _count(tx: Transaction, trial_id: int) -> None:
+def _update_counts(tx: Transaction, trial_id: int) -> None:
     row = tx.execute(
         "SELECT COUNT(*) AS number, COALESCE(SUM(size), 0) AS size FROM checkpoints "
         "WHERE trial_id = ? AND state IN ('COMPLETED', 'PARTIALLY_DELETED')",
@@ -122,7 +122,10 @@ def _count(tx: Transaction, trial_id: int) -> None:
 
 
 def update_best(tx: Transaction, trial_id: int) -> None:
-    """Set a trial's best checkpoint: COMPLETED, at the batch of the best validation."""
+    """Store which checkpoint of a trial is at the batch of its best validation.
+
+    Only COMPLETED checkpoints count, and of several the newest. Without one, the trial has no best checkpoint.
+    """
     tx.execute(
         "UPDATE trials SET best_checkpoint_uuid = (SELECT uuid FROM checkpoints JOIN metrics "
         "ON metrics.id = trials.best_validation_id WHERE checkpoints.trial_id = trials.id "
@@ -166,7 +169,10 @@ def in_use(connection: sqlite3.Connection) -> dict[str, str]:
 
 
 def claim(tx: Transaction, uuid: str) -> str | None:
-    """Mark a checkpoint as being deleted or, if in use, return the use as text."""
+    """Mark a checkpoint as being deleted, unless a trial or model version uses it.
+
+    Returns a description of the use, or None if the checkpoint was marked.
+    """
     used_as = in_use(tx.connection).get(uuid)
     if used_as is None:
         tx.update("checkpoints", uuid, {"deleting_us": now_us()}, key="uuid")
@@ -199,7 +205,10 @@ def list_checkpoints(
     experiment_id: int | None = None,
     states: tuple[str, ...] = (),
 ) -> list[CheckpointInfo]:
-    """Return the checkpoints of a trial or an experiment, oldest first."""
+    """Return the checkpoints of a trial or an experiment, oldest first.
+
+    ``states`` limits the result to checkpoints in these states; empty means all.
+    """
     column, value = ("trial_id", trial_id) if trial_id is not None else ("experiment_id", experiment_id)
     where = Conditions()
     where.need(f"checkpoints.{column} = ?", value)
@@ -224,7 +233,7 @@ def set_resources(tx: Transaction, uuid: str, resources: Mapping[str, int]) -> N
         state = row.state
     columns = {"state": state, "resources": resources, "size": sum(resources.values()), "deleting_us": None}
     tx.update("checkpoints", uuid, columns, key="uuid")
-    _count(tx, row.trial_id)
+    _update_counts(tx, row.trial_id)
     tx.publish(f"trial:{row.trial_id}", f"experiment:{row.experiment_id}")
 
 
@@ -260,6 +269,7 @@ def users_of_version(
 
 
 def users_of(connection: sqlite3.Connection, uuid: str, kind: str | None) -> list[int]:
+    """Return the ids of trials that use a checkpoint; ``kind`` None means any use."""
     sql = "SELECT DISTINCT trial_id FROM trial_sources WHERE checkpoint_uuid = ? AND (? IS NULL OR type = ?)"
     return fetch_column(int, connection, sql, (uuid, kind, kind))
 
@@ -269,6 +279,7 @@ def experiment_of(connection: sqlite3.Connection, uuid: str) -> int | None:
 
 
 def is_start_of(connection: sqlite3.Connection, uuid: str, trial_id: int, allocation_id: str) -> bool:
+    """Return whether a trial, or its given allocation, starts from a checkpoint."""
     sql = (
         "SELECT 1 FROM trials t LEFT JOIN allocations a ON a.id = ? "
         "WHERE t.id = ? AND (t.warm_start_uuid = ? OR a.checkpoint_uuid = ?)"
@@ -277,11 +288,13 @@ def is_start_of(connection: sqlite3.Connection, uuid: str, trial_id: int, alloca
 
 
 def by_batch(connection: sqlite3.Connection, trial_id: int) -> list[Checkpoint]:
+    """Return all checkpoints of a trial, in any state, ordered by batch."""
     sql = "SELECT * FROM checkpoints WHERE trial_id = ? ORDER BY steps, report_us"
     return fetch_all(Checkpoint, connection, sql, (trial_id,))
 
 
 def unknown_of(connection: sqlite3.Connection, uuids: list[str]) -> list[str]:
+    """Return those ``uuids`` under which no checkpoint was ever reported."""
     known = "SELECT 1 FROM checkpoints WHERE uuid = ?"
     return [uuid for uuid in uuids if not exists(connection, known, (uuid,))]
 

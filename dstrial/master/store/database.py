@@ -23,24 +23,21 @@ from typing import Any, TypeAlias, TypeVar
 
 from dstrial.errors import DatabaseDamagedError, MasterError
 from dstrial.master import hints
-from dstrial.master.store.sqlite_file import SCHEMA_VERSION, connect, is_damage, open_for_writer, unusable
-
-__all__ = ["SCHEMA_VERSION", "Database", "Transaction"]
+from dstrial.master.store.sqlite_file import connect, is_damage, open_for_writer, unusable
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-_MAX_GROUP = 512
-_MAX_GROUP_S = 0.05
-_MAX_IDLE_READERS = 8
+_MAX_GROUP = 512  # writes per commit
+_MAX_GROUP_S = 0.05  # time in which a group collects further writes before its commit
+_MAX_IDLE_READERS = 8  # open connections that later reads reuse
 _RECENT_S = 30.0  # status reports a failed write for this long; rejected clients retry within this time
 
 Connection: TypeAlias = sqlite3.Connection  # for the functions of the store only
 
-
+# Names for modules outside the store, which do not import sqlite3.
 SqlError = sqlite3.Error
 OperationalError = sqlite3.OperationalError
-IntegrityError = sqlite3.IntegrityError
 
 
 _CONVERTERS: dict[Any, Callable[[Any], Any]] = {
@@ -177,16 +174,17 @@ class Transaction:
         self.connection = connection
         self._topics: set[str] = set()
 
-    def execute(self, sql: str, parameters: Sequence[Any] | dict[str, Any] = ()) -> sqlite3.Cursor:
+    def execute(self, sql: str, parameters: Parameters = ()) -> sqlite3.Cursor:
         return self.connection.execute(sql, parameters)
 
     def executemany(self, sql: str, rows: Iterable[Sequence[Any]]) -> sqlite3.Cursor:
         return self.connection.executemany(sql, rows)
 
     def insert(self, table: str, columns: Mapping[str, Any], verb: str = "INSERT") -> int:
-        """Insert a row and return its id; ``stored`` converts the values.
+        """Insert a row and return its id; mappings and lists are stored as JSON.
 
-        ``verb`` may be "INSERT OR IGNORE" or "INSERT OR REPLACE". ``table`` and column names must not be user input.
+        ``columns`` maps column name -> value. ``verb`` may be "INSERT OR IGNORE" or "INSERT OR REPLACE". ``table`` and the
+        column names must not be user input.
         """
         names = ", ".join(columns)
         values = [stored(value) for value in columns.values()]
@@ -197,26 +195,15 @@ class Transaction:
         return int(self.execute(f"SELECT COUNT(*) FROM {table} WHERE {where}", parameters).fetchone()[0])  # noqa: S608 - constants
 
     def update(self, table: str, value: int | str, columns: Mapping[str, Any], *, key: str = "id") -> None:
-        """Update ``columns`` of the row whose column ``key`` equals ``value``.
+        """Set columns of the row whose column ``key`` equals ``value``.
 
-        ``table`` and column names must not be user input.
+        ``columns`` maps column name -> new value. Mappings and lists are stored as JSON. ``table`` and the column names must
+        not be user input.
         """
         if columns:
             assignments = ", ".join(f"{name} = ?" for name in columns)
             values = [stored(given) for given in columns.values()]
             self.execute(f"UPDATE {table} SET {assignments} WHERE {key} = ?", (*values, value))  # noqa: S608 - as said
-
-    @contextlib.contextmanager
-    def savepoint(self) -> Iterator[None]:
-        """Run a block; if it raises, roll back the block's writes only."""
-        self.execute("SAVEPOINT part")
-        try:
-            yield
-        except BaseException:
-            self.execute("ROLLBACK TO part")
-            raise
-        finally:
-            self.execute("RELEASE part")
 
     def publish(self, *topics: str) -> None:
         """Queue topics, such as "trial:7", to notify their listeners after the commit."""
@@ -325,13 +312,16 @@ class Database:
         return MasterError(f"{self.path} is closed; expected an open database. Start the master again.")
 
     def _translated(self, error: BaseException) -> BaseException:
-        """Return ``error`` or, for damage, record it and return ``DatabaseDamagedError``."""
+        """Return ``error``, or ``DatabaseDamagedError`` if it means a damaged page.
+
+        Damage is also recorded for ``describe_damage`` and logged.
+        """
         if not is_damage(error):
             return error
-        self._note_damage(str(error))
+        self._record_damage(str(error))
         return DatabaseDamagedError(self.describe_damage())
 
-    def _note_damage(self, what: str) -> None:
+    def _record_damage(self, what: str) -> None:
         if not self.damage:
             self.damage = what
             logger.critical("%s", self.describe_damage())
@@ -343,7 +333,10 @@ class Database:
         return f"{self.path} is damaged ({self.damage}); expected every page as it was written. {hints.END_AND_PUT_BACK}"
 
     def describe_trouble(self) -> str:
-        """Return a message about damage, or a write that failed in the last 30 s, or ""."""
+        """Return a message about damage or a recently failed write; "" if there is none.
+
+        A write failed recently if it failed in the last 30 seconds.
+        """
         why, at_s = self._failed_write
         ago_s = time.monotonic() - at_s
         if self.damage or not why or ago_s > _RECENT_S:

@@ -155,9 +155,10 @@ def model_definition(connection: sqlite3.Connection, experiment_id: int) -> byte
 
 
 def detached_without_trial(connection: sqlite3.Connection, before_us: int) -> list[int]:
-    """Return active unmanaged experiments (ids) without trials, started before a time.
+    """Return the ids of active unmanaged experiments that have no trial yet.
 
-    A script, not the master, creates the trials of an unmanaged experiment.
+    A script, not the master, creates the trials of an unmanaged experiment. Only experiments that started before ``before_us``
+    (microseconds since the epoch) are returned.
     """
     return fetch_column(
         int,

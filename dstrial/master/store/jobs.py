@@ -44,7 +44,7 @@ class WaitingTrial:
     experiment_id: int
     run_id: int  # number of allocations so far
     task_id: str
-    is_node_excluded: int  # 2: exclude the node, as a log policy matched and the trial failed
+    is_node_excluded: int  # 2: a log policy excludes nodes, and the trial has failed since it matched
     slots_per_trial: int
     max_slots: int | None  # limit of the whole experiment; None: unlimited
     priority: int  # 1 is the highest
@@ -53,12 +53,12 @@ class WaitingTrial:
 
 
 def queued_experiments(connection: sqlite3.Connection) -> list[QueuedExperiment]:
-    """Return experiments that are active or hold slots, in queue order."""
+    """Return experiments that are active or have an allocation, in queue order."""
     return fetch_all(QueuedExperiment, connection, _QUEUE)
 
 
 def count_without_slots(connection: sqlite3.Connection) -> int:
-    """Count active experiments that hold no slots."""
+    """Count active experiments without an allocation."""
     sql = (
         "SELECT COUNT(*) FROM experiments e WHERE state = 'ACTIVE' AND NOT EXISTS "
         "(SELECT 1 FROM allocations a WHERE a.experiment_id = e.id AND a.state != 'TERMINATED')"
@@ -101,6 +101,7 @@ def move_command(tx: Transaction, task_id: str, position: float) -> None:
 def move_experiment(
     tx: Transaction, experiment: Experiment, position: float, priority: int | None, weight: float | None
 ) -> None:
+    """Set an experiment's queue position and, unless None, its priority and weight."""
     config = json.loads(experiment.config)
     given = {"priority": priority, "weight": weight}
     changes = {name: value for name, value in given.items() if value is not None}
@@ -175,8 +176,8 @@ def unusable_counts(connection: sqlite3.Connection, trial_id: int) -> frozenset[
 def disabled_slots(connection: sqlite3.Connection, slot_ids: Collection[int]) -> Mapping[int, bool]:
     """Return the disabled slots among ``slot_ids``: slot id -> whether it drains.
 
-    A draining slot lets its running tasks finish. A disabled node disables all of its slots, and is also in the result, with its
-    ``agent_key``.
+    A draining slot lets its running tasks finish. A disabled node disables all of its slots, and is also in the result, with
+    its ``agent_key``.
     """
     rows = connection.execute("SELECT slot_id, drain FROM disabled_slots").fetchall()
     off = {slot_id: bool(drain) for slot_id, drain in rows}

@@ -27,7 +27,7 @@ def slot_id_of(node_id: int, index: int) -> int:
 
 
 def agent_key(node_id: int) -> int:
-    """Return the negative number that represents a whole node in ``disabled_slots``."""
+    """Return the negative number that stands for a node in table ``disabled_slots``."""
     return -1 - node_id
 
 
@@ -67,7 +67,7 @@ def parts_of(connection: sqlite3.Connection, allocation_id: str) -> dict[int, Al
 
 
 def insert_parts(tx: Transaction, allocation_id: str, node_ids: Sequence[int]) -> None:
-    """Insert a row for each node of an allocation; ``node_ids`` are in rank order."""
+    """Store the nodes of an allocation; ``node_ids`` are in the order of their ranks."""
     for rank, node_id in enumerate(node_ids):
         columns = {"allocation_id": allocation_id, "node_id": node_id, "rank": rank}
         tx.insert("allocation_nodes", columns, "INSERT OR IGNORE")
@@ -86,13 +86,15 @@ def advance_log(
 ) -> bool:
     """Advance the byte offset up to which an allocation's log on a node is stored.
 
-    Moves the offset from ``before`` to ``after``, with ``num_lines`` lines in between, and returns True. If the current offset is
-    not ``before``, changes nothing and returns False.
+    Moves the offset from ``before`` to ``after``, with ``num_lines`` lines in between, and returns True. If the current offset
+    is not ``before``, changes nothing and returns False.
     """
+    table, row = "allocation_nodes", "allocation_id = :id AND node_id = :node"
+    if node_id == OWN_NODE:
+        table, row = "allocations", "id = :id"
     cursor = tx.execute(
-        "UPDATE allocation_nodes SET log_offset = ?, log_lines = log_lines + ? "
-        "WHERE allocation_id = ? AND node_id = ? AND log_offset = ?",
-        (after, num_lines, allocation_id, node_id, before),
+        f"UPDATE {table} SET log_offset = :after, log_lines = log_lines + :lines WHERE {row} AND log_offset = :before",  # noqa: S608 - constants
+        {"id": allocation_id, "node": node_id, "before": before, "after": after, "lines": num_lines},
     )
     return bool(cursor.rowcount)
 

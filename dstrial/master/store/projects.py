@@ -16,8 +16,8 @@ from dstrial.master.store.workspaces import check_container_name
 
 DEFAULT_ID = 1  # the project of experiments that were submitted without one
 
-_MAX_KEY = 5
-_PREFIX = 3
+_MAX_KEY = 5  # characters of a key
+_PREFIX = 3  # characters of the name with which a generated key starts
 _SELECT = (
     "SELECT p.*, COALESCE(u.username, '') AS username, w.name AS workspace_name, w.is_archived OR p.is_archived AS is_shut, "
     "(SELECT COUNT(*) FROM experiments e WHERE e.project_id = p.id) AS num_experiments, "
@@ -79,7 +79,10 @@ def by_names(connection: sqlite3.Connection, workspace: str, project: str) -> Pr
 
 
 def refuse_shut(row: ProjectInfo, verb: str) -> None:
-    """Raise ``InvalidError`` ("cannot VERB") if a project is archived or in deletion."""
+    """Raise ``InvalidError`` if a project is archived or being deleted.
+
+    A project of an archived workspace counts as archived. ``verb`` is the rejected action in the message, such as "be changed".
+    """
     state = "archived" if row.is_shut else "being deleted" if row.state != "UNSPECIFIED" else None
     if state is not None:
         raise InvalidError(
@@ -90,7 +93,10 @@ def refuse_shut(row: ProjectInfo, verb: str) -> None:
 
 
 def refuse_immutable(row: Project, verb: str) -> None:
-    """Raise ``InvalidError`` ("cannot VERB") if a project is the default project."""
+    """Raise ``InvalidError`` if a project is the default project, which never changes.
+
+    ``verb`` is the rejected action in the message, for example "be deleted".
+    """
     if row.is_immutable:
         raise InvalidError(
             f"project {row.name!r} is immutable and cannot {verb}; expected one of your own.",

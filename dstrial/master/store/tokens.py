@@ -15,9 +15,9 @@ from dstrial.master.clock import now_us
 from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 from dstrial.master.store.errors import Hint, InvalidError, required
 
-_LIFETIME_US = 90 * 24 * 3600 * 1_000_000
+_LIFETIME_US = 90 * 24 * 3600 * 1_000_000  # of a session token, 90 days
 _ACCESS_TOKENS = "SELECT id, user_id, description, created_us, expires_us, revoked_us FROM access_tokens"
-_MAX_DESCRIPTION = 1000
+_MAX_DESCRIPTION = 1000  # characters
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ _CLIENT_SALT = "GubPEmmotfiK9TMD6Zdw"
 
 _COST = 2**12  # scrypt's N: about 10 ms, as every ``det`` command without a stored token logs in
 
-_MAX_NAME = 256
+_MAX_NAME = 256  # characters of a username or display name
 
 FIRST_USERS = {"determined": False, "admin": True}  # users of a new master -> whether administrator
 
@@ -57,6 +57,7 @@ def client_hash(password: str) -> str:
 
 
 def stored_hash(hashed: str) -> str:
+    """Return the salted scrypt of a client's hash of a password; "" stays blank."""
     if not hashed:
         return ""
     salt = secrets.token_bytes(16)

@@ -22,6 +22,7 @@ STATES = ("ACTIVE", "PAUSED", "COMPLETED", "CANCELED", "ERROR")  # experiment st
 
 MAX_PENDING = 1000  # pending events per webhook; further ones are dropped and counted
 
+# Maximum lengths in characters.
 _MAX_NAME = 128
 _MAX_URL = 2048
 _MAX_PATTERN = 1000
@@ -32,6 +33,8 @@ _TRIGGERED = "w.id, w.name, w.mode, w.workspace_id, t.id AS trigger_id, t.condit
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TriggeredWebhook:
+    """A webhook joined with one of its triggers."""
+
     id: int
     name: str
     mode: str
@@ -176,13 +179,6 @@ def _webhook(connection: sqlite3.Connection, row: sqlite3.Row) -> Webhook:
     )
 
 
-def change_url(tx: Transaction, webhook_id: int, url: str) -> None:
-    """Change a webhook's URL; pending events are sent to the new URL."""
-    check_url(url)
-    tx.update("webhooks", webhook_id, {"url": url})
-    tx.publish(EVENTS_TOPIC)
-
-
 def delete(tx: Transaction, webhook_id: int) -> None:
     """Delete a webhook and its pending events."""
     tx.execute("DELETE FROM webhooks WHERE id = ?", (webhook_id,))
@@ -255,6 +251,7 @@ class LineTrigger(TriggeredWebhook):
 
 
 def triggered_by_line(connection: sqlite3.Connection, task_id: str, trigger_id: int) -> LineTrigger | None:
+    """Return a log trigger with the task whose log matched it; None if one is deleted."""
     sql = (
         f"SELECT {_TRIGGERED}, k.type AS task_type, k.trial_id, k.experiment_id, "  # noqa: S608 - a constant
         "c.workspace_id AS command_workspace "
@@ -274,6 +271,8 @@ def note_task(tx: Transaction, task_id: str, trigger_id: int) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NotifiedExperiment(Experiment):
+    """An experiment with the names that an event of a webhook contains."""
+
     project_name: str
     workspace_id: int
     workspace_name: str

@@ -61,7 +61,10 @@ def by_name(connection: sqlite3.Connection, name: str) -> WorkspaceInfo:
 
 
 def refuse_archived(row: Workspace, verb: str) -> None:
-    """Raise ``InvalidError`` ("cannot VERB") if a workspace is archived or deleting."""
+    """Raise ``InvalidError`` if a workspace is archived or being deleted.
+
+    ``verb`` is the rejected action in the message, for example "be changed".
+    """
     state = "archived" if row.is_archived else "being deleted" if row.state != "UNSPECIFIED" else None
     if state is not None:
         raise InvalidError(
@@ -71,7 +74,10 @@ def refuse_archived(row: Workspace, verb: str) -> None:
 
 
 def refuse_immutable(row: Workspace, verb: str) -> None:
-    """Raise ``InvalidError`` ("cannot VERB") if a workspace is the default workspace."""
+    """Raise ``InvalidError`` if a workspace is the default one, which never changes.
+
+    ``verb`` is the rejected action in the message, for example "be deleted".
+    """
     if row.is_immutable:
         raise InvalidError(
             f"workspace {row.name!r} is immutable and cannot {verb}; expected one of your own.",
@@ -91,7 +97,8 @@ def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) ->
 def check_container_name(kind: str, name: str, where: str = "", *, is_taken: bool) -> None:
     """Raise unless a workspace or project name is free and has 1 to 80 characters.
 
-    ``kind`` is "workspace" or "project". ``where`` is appended to the message "KIND NAME exists".
+    ``kind`` is "workspace" or "project". ``is_taken`` says that another one has the name; ``where`` is then appended to the
+    message "KIND NAME exists".
     """
     if not name.strip() or len(name) > 80:
         raise InvalidError(
@@ -151,18 +158,14 @@ def require_template(connection: sqlite3.Connection, name: str) -> Template:
     return required(row, f"template {name[:80]!r}", Hint.LIST_TEMPLATES)
 
 
-def refuse_existing_template(connection: sqlite3.Connection, name: str) -> None:
-    """Raise if a template name is empty or already in use."""
+def create_template(tx: Transaction, name: str, config: Mapping[str, Any], workspace_id: int) -> None:
+    """Insert a template; raise ``StoreError`` if the name is empty or in use."""
     if not name.strip():
         raise InvalidError("the template's name is empty; expected a text. Choose a name.")
-    if exists(connection, "SELECT 1 FROM templates WHERE name = ?", (name,)):
+    if exists(tx.connection, "SELECT 1 FROM templates WHERE name = ?", (name,)):
         raise ConflictError(
             f"template {name[:80]!r} exists; expected a name that is not in use.", Hint.SET_TEMPLATE
         )
-
-
-def create_template(tx: Transaction, name: str, config: Mapping[str, Any], workspace_id: int) -> None:
-    refuse_existing_template(tx.connection, name)
     tx.insert("templates", {"name": name, "config": config, "workspace_id": workspace_id})
 
 

@@ -13,9 +13,8 @@ from dstrial.errors import RequestError
 from dstrial.master.api.logs import require_task
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.store.database import Connection
-from dstrial.master.store.reports import log_pages, logs
-from dstrial.master.store.reports.log_pages import PageFilter
-from dstrial.master.store.reports.logs import LogKey
+from dstrial.master.store.reports import logs
+from dstrial.master.store.reports.logs import LogKey, PageFilter
 from dstrial.master.web.views import require_trial
 
 _LINES = 200  # per response, by default
@@ -59,14 +58,14 @@ def _asked_lines(request: ApiRequest) -> PageFilter:
     return PageFilter(
         before=before,
         after=after,
-        limit=min(max(limit, 1), log_pages.MAX_LINES),
+        limit=min(max(limit, 1), logs.MAX_LINES),
         level=level,
         ranks=tuple(request.query_ints("rank"))[:1000],
         text=(request.query("text") or "")[:_MAX_TEXT],
     )
 
 
-def _line_json(line: log_pages.ShownLine) -> dict[str, Any]:
+def _line_json(line: logs.ShownLine) -> dict[str, Any]:
     found = {
         "id": line.id,
         "ms": line.time_us // 1000,
@@ -87,7 +86,7 @@ async def get_page(request: ApiRequest) -> dict[str, Any]:
     """
     wanted = _asked_lines(request)
     log = await _asked_log(request)
-    found = await request.services.read(log_pages.page, log, wanted)
+    found = await request.services.read(logs.page, log, wanted)
     return {
         "lines": [_line_json(line) for line in found.lines],
         "searchedTo": found.searched_to,
@@ -105,7 +104,7 @@ async def get_file(request: ApiRequest) -> StreamingResponse:
     log = await _asked_log(request)
     services = request.services
     # Stop at the current last line, even if the log is still growing.
-    last = (await services.read(log_pages.page, log, PageFilter(limit=1))).last
+    last = (await services.read(logs.page, log, PageFilter(limit=1))).last
     wanted = logs.LogFilter(trial_id=log.trial_id, task_id=log.task_id, limit=_CHUNK)
 
     async def content() -> AsyncIterator[bytes]:

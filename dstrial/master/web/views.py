@@ -14,9 +14,10 @@ from dstrial.master.services import Services
 from dstrial.master.store import allocations, experiments
 from dstrial.master.store.database import Connection
 from dstrial.master.store.reports import curves
+from dstrial.master.store.reports.metric_summaries import finite
 from dstrial.master.store.views import overviews
 from dstrial.master.store.views.observe import stall_in
-from dstrial.master.store.views.overviews import Json, finite
+from dstrial.master.store.views.overviews import Json
 
 MAX_POINTS = 2000  # per curve
 _MAX_SERIES_POINTS = 400_000  # per response, over all curves

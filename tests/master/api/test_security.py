@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from serving import Master
 
-from dstrial.master.app import all_routes
 from dstrial.master.http.router import ADMIN, OWNER, PUBLIC, TRIAL, USER, Route
+from dstrial.master.server import all_routes
 from dstrial.master.store import tokens
 
 pytestmark = pytest.mark.process

@@ -172,7 +172,7 @@ def _refusal_of(api: Api, method: str, path: str) -> RequestError | None:
 
 
 def _app_of(master: Master) -> Api:
-    from dstrial.master.app import all_routes
+    from dstrial.master.server import all_routes
 
     return Api(master.services, all_routes())
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import warm_start
-from submitting import experiment, log_of, trials, wait_until
+from submitting import experiment, log_of, reports_of, trials, wait_until
 from waiting import wait_for
 
-from dstrial.master.client import Client
 from dstrial.testing.master import MasterForTest, master_for_test
 
 pytestmark = pytest.mark.process
@@ -111,11 +110,8 @@ def half_way(master: MasterForTest, script: subprocess.Popen[str], name: str) ->
     return number
 
 
-def reports(client: Client, trial_id: int, group: str) -> list[tuple[int, int]]:
-    path = f"/api/v1/trials/metrics/trial_metrics?group={group}&trialIds={trial_id}"
-    return [
-        (one["totalBatches"], one["trialRunId"]) for line in client.stream(path) for one in line["metrics"]
-    ]
+def reports(master: MasterForTest, trial_id: int, group: str) -> list[tuple[int, int]]:
+    return [(one["totalBatches"], one["trialRunId"]) for one in reports_of(master, trial_id, group)]
 
 
 def test_detached_script_survives_master_kill_and_resumes(
@@ -147,7 +143,7 @@ def test_detached_script_survives_master_kill_and_resumes(
     assert (trial["hparams"], trial["totalBatchesProcessed"]) == ({"lr": 0.1}, 2)
     assert (trial["searcherMetricValue"], trial["checkpointCount"]) == (2, 2)
     assert experiment(master, number)["progress"] == 1
-    assert reports(master.client(), trial["id"], "cpu") == [(0, 1), (0, 1)]
+    assert reports(master, trial["id"], "cpu") == [(0, 1), (0, 1)]
     log = log_of(master, number)
     assert "[rank=0] || starts at 0" in log
     assert "ERROR: half way" in log
@@ -165,7 +161,7 @@ def test_detached_script_survives_master_kill_and_resumes(
     assert number_of(master, "lives") == number
     (trial,) = trials(master, number)
     assert (trial["totalBatchesProcessed"], trial["state"]) == (4, "STATE_COMPLETED")
-    assert reports(master.client(), trial["id"], "training") == [(1, 1), (2, 1), (3, 2), (4, 2)]
+    assert reports(master, trial["id"], "training") == [(1, 1), (2, 1), (3, 2), (4, 2)]
 
 
 def _assert_shown_by_det(master: MasterForTest, number: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from kept_batch import create, project, state_of, wait_for_end
-from submitting import log_of
+from submitting import agent_of, log_of, reports_of, steps_of
 from waiting import wait_for
 
 from dstrial.testing.master import MasterForTest, master_for_test
@@ -93,12 +93,6 @@ def records_of(directory: Path, name: str) -> dict[int, list[int]]:
     return {batch: sorted(records) for batch, records in found.items()}
 
 
-def reports(master: MasterForTest, trial_id: int, group: str) -> list[dict[str, Any]]:
-    found = master.client().stream(f"/api/v1/trials/metrics/trial_metrics?group={group}&trialIds={trial_id}")
-    rows = [row for one in found for row in one["metrics"]]
-    return sorted(rows, key=lambda row: int(row["totalBatches"]))
-
-
 def values(row: dict[str, Any]) -> dict[str, Any]:
     """Return the only non-empty metrics mapping of a report."""
     (found,) = (metrics for metrics in row["metrics"].values() if metrics)
@@ -107,7 +101,7 @@ def values(row: dict[str, Any]) -> dict[str, Any]:
 
 def test_elastic_trial_resizes_and_trains_same_batches(master: MasterForTest, tmp_path: Path) -> None:
     trial = create(master, elastic(tmp_path, "followed", FASTER_WITH_MORE, min_slots=1, resize_period=8))
-    agent = str(master.client().get("/api/v1/agents")["agents"][0]["id"])
+    agent = agent_of(master)
     wait_for_size(master, trial, 4)
     wait_for_checkpoint(master, trial)
 
@@ -125,12 +119,10 @@ def test_elastic_trial_resizes_and_trains_same_batches(master: MasterForTest, tm
     (tmp_path / "slow").unlink()
     wait_for_end(master, alone)
 
-    assert [int(row["totalBatches"]) for row in reports(master, trial, "training")] == list(
-        range(1, NUM_BATCHES + 1)
-    )
+    assert steps_of(master, trial) == list(range(1, NUM_BATCHES + 1))
     assert records_of(tmp_path, "followed") == records_of(tmp_path, "alone")
     (last,), (wanted,) = (
-        [values(row)["validation_loss"] for row in reports(master, one, "validation")]
+        [values(row)["validation_loss"] for row in reports_of(master, one, "validation")]
         for one in (trial, alone)
     )
     assert last == pytest.approx(wanted, rel=1e-4)
@@ -151,7 +143,7 @@ def test_unusable_slot_count_is_tried_once_without_restart(master: MasterForTest
     given["hyperparameters"] |= {"own_stage": 1, "own_sizes": own}
     config.write_text(yaml.safe_dump(given))
     trial = create(master, (config, context))
-    agent = str(master.client().get("/api/v1/agents")["agents"][0]["id"])
+    agent = agent_of(master)
     wait_for_size(master, trial, 4)
     wait_for_checkpoint(master, trial)
     switch(master, agent, 3, "disable")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from object_store import Bucket, assert_nowhere
-from submitting import log_of, trials, wait_until
+from submitting import checkpoints_of, log_of, trials, wait_until
 from waiting import wait_for
 
 from dstrial.testing.master import MasterForTest, master_for_test
@@ -59,8 +59,7 @@ def create(master: MasterForTest, tmp_path: Path, config: dict[str, Any]) -> int
 
 
 def of_experiment(master: MasterForTest, experiment_id: int) -> dict[str, dict[str, Any]]:
-    found = master.client().get(f"/api/v1/experiments/{experiment_id}/checkpoints")["checkpoints"]
-    return {one["uuid"]: one for one in found}
+    return {one["uuid"]: one for one in checkpoints_of(master, experiment_id)}
 
 
 def kept(master: MasterForTest, experiment_id: int) -> set[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from kept_batch import SIZES_OF_ONE, batches_of, create, project, state_of, wait_for_end
-from submitting import log_of
+from submitting import agent_of, log_of
 from waiting import wait_for
 
 from dstrial.errors import DstrialError
@@ -83,7 +83,7 @@ def test_trial_resumes_without_drained_slot_within_max_slots(
     with master_for_test(tmp_path, num_slots=2) as master:
         create(master, (config, context))
         wait_for(lambda: Path(f"{log}.0").exists(), deadline_s=120)
-        agent = str(master.client().get("/api/v1/agents")["agents"][0]["id"])
+        agent = agent_of(master)
         master.client("admin").post(f"/api/v1/agents/{agent}/slots/1/disable", {"drain": True})
         wait_for(lambda: SIZES_OF_ONE in log_of(master, 1), deadline_s=120)
         assert (tmp_path / "killed").exists(), log_of(master, 1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from kept_batch import create, project, wait_for_end
-from submitting import log_of, trials
+from submitting import checkpoints_of, log_of, reports_of, trials
 from waiting import wait_for
 
 from dstrial.storage_guard import STORAGE_MARKER
@@ -43,19 +43,14 @@ def created(master: MasterForTest, directory: Path, name: str, storage: Path) ->
 
 def losses(master: MasterForTest, experiment_id: int) -> dict[int, float]:
     [trial] = trials(master, experiment_id)
-    lines = master.client().stream(
-        f"/api/v1/trials/metrics/trial_metrics?group=training&trialIds={trial['id']}"
-    )
     return {
         int(report["totalBatches"]): report["metrics"]["avg_metrics"]["loss"]
-        for line in lines
-        for report in line["metrics"]
+        for report in reports_of(master, trial["id"])
     }
 
 
 def completed(master: MasterForTest, experiment_id: int) -> list[dict[str, Any]]:
-    found = master.client().get(f"/api/v1/experiments/{experiment_id}/checkpoints")["checkpoints"]
-    return [one for one in found if one["state"] == "STATE_COMPLETED"]
+    return [one for one in checkpoints_of(master, experiment_id) if one["state"] == "STATE_COMPLETED"]
 
 
 @pytest.mark.timeout(500)

@@ -290,7 +290,7 @@ def test_intact_database_is_copied_once_daily(tmp_path: Path) -> None:
         time.sleep(0.3)
         assert list_copies(path) == [copy]
 
-        database._note_damage("page 3 is not what was written")
+        database._record_damage("page 3 is not what was written")
         copy.path.unlink()
         time.sleep(0.3)
         assert list_copies(path) == []

@@ -126,6 +126,13 @@ def test_template_with_too_many_slots_waits(patient: MasterForTest, tmp_path: Pa
     client.post(f"/api/v1/commands/{task_id}/kill")
 
 
+@pytest.mark.parametrize("written", [".*.*a|b", ".*?a", "a.*b"])
+def test_policy_with_wildcards_matches_whole_line(written: str) -> None:
+    (policy,) = compile_policies({"log_policies": [{"pattern": written}]})
+    assert policy.text == written
+    assert matches([policy], ["nothing\n", "xa b\n"]) == [(policy, "xa b")]
+
+
 def test_policies_match_line_by_line() -> None:
     config = {
         "log_policies": [

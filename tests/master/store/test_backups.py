@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dstrial.errors import DatabaseDamagedError, MasterError
-from dstrial.master.store import backups, sqlite_file
+from dstrial.master.store import sqlite_file
 from dstrial.master.store.database import Database, Transaction, make_cluster_id
 
 
@@ -40,7 +40,7 @@ def path(tmp_path: Path) -> Path:
 def test_backup_is_single_private_file(path: Path, tmp_path: Path) -> None:
     target = tmp_path / "elsewhere" / "copy.db"
     with contextlib.closing(Database(path)):
-        backups.make_copy(path, target)
+        sqlite_file.make_copy(path, target)
 
     assert [entry.name for entry in target.parent.iterdir()] == ["copy.db"]
     assert stat.S_IMODE(target.stat().st_mode) == 0o600
@@ -52,14 +52,14 @@ def test_backup_overwrites_no_existing_file(path: Path, tmp_path: Path) -> None:
     target.write_text("mine")
 
     with pytest.raises(MasterError, match="exists; expected a new file"):
-        backups.make_copy(path, target)
+        sqlite_file.make_copy(path, target)
 
     assert target.read_text() == "mine"
 
 
 def test_backup_of_missing_database_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MasterError, match="is missing or empty; expected a database"):
-        backups.make_copy(tmp_path / "master.db", tmp_path / "copy.db")
+        sqlite_file.make_copy(tmp_path / "master.db", tmp_path / "copy.db")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -69,17 +69,17 @@ def test_backup_of_damaged_database_is_refused(path: Path, tmp_path: Path) -> No
     path.write_bytes(data)
 
     with pytest.raises(DatabaseDamagedError, match="cannot be copied"):
-        backups.make_copy(path, tmp_path / "copy.db")
+        sqlite_file.make_copy(path, tmp_path / "copy.db")
     assert not list(tmp_path.glob("*copy.db*"))
 
 
 def test_daily_backups_keep_seven_plus_manual_copies(path: Path) -> None:
     asked = sqlite_file.new_path(path, 0.0, "master")
-    backups.make_copy(path, asked)
+    sqlite_file.make_copy(path, asked)
     start_s = time.time()
 
-    made = [backups.make_daily_copy(path, start_s + day * backups.DAY_S) for day in range(9)]
-    assert backups.make_daily_copy(path, start_s + 8 * backups.DAY_S + 3600) is None
+    made = [sqlite_file.make_daily_copy(path, start_s + day * sqlite_file.DAY_S) for day in range(9)]
+    assert sqlite_file.make_daily_copy(path, start_s + 8 * sqlite_file.DAY_S + 3600) is None
 
     left = [copy.path for copy in sqlite_file.list_copies(path)]
     assert left == [*reversed(made[2:]), asked]
@@ -88,7 +88,7 @@ def test_daily_backups_keep_seven_plus_manual_copies(path: Path) -> None:
 
 def test_restore_keeps_killed_masters_database_and_wal(path: Path, tmp_path: Path) -> None:
     target = tmp_path / "copy.db"
-    backups.make_copy(path, target)
+    sqlite_file.make_copy(path, target)
     killed = tmp_path / "killed"
     killed.mkdir()
     with contextlib.closing(Database(path)) as database:
@@ -97,7 +97,7 @@ def test_restore_keeps_killed_masters_database_and_wal(path: Path, tmp_path: Pat
             (killed / f"master.db{end}").write_bytes(path.with_name(f"master.db{end}").read_bytes())
     wanted = dump(path)
 
-    restored = backups.restore_copy(killed / "master.db", target)
+    restored = sqlite_file.restore_copy(killed / "master.db", target)
 
     assert restored.kept is not None
     assert dump(restored.kept / "master.db") == wanted
@@ -106,14 +106,14 @@ def test_restore_keeps_killed_masters_database_and_wal(path: Path, tmp_path: Pat
 
 def test_restore_of_damaged_copy_changes_nothing(path: Path, tmp_path: Path) -> None:
     target = tmp_path / "copy.db"
-    backups.make_copy(path, target)
+    sqlite_file.make_copy(path, target)
     data = bytearray(target.read_bytes())
     data[4096 * 3 : 4096 * 4] = b"\xff" * 4096
     target.write_bytes(data)
     before = path.read_bytes()
 
     with pytest.raises(DatabaseDamagedError, match=r"copy\.db cannot be used .*expected a whole database"):
-        backups.restore_copy(path, target)
+        sqlite_file.restore_copy(path, target)
 
     assert path.read_bytes() == before
     assert not list(tmp_path.glob("replaced-*"))
@@ -125,7 +125,7 @@ def test_interrupted_restore_blocks_start_until_repeated(
     path: Path, tmp_path: Path, num_moved: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "copy.db"
-    backups.make_copy(path, target)
+    sqlite_file.make_copy(path, target)
     with contextlib.closing(Database(path)) as database:
         database.write(add_job)
         (tmp_path / "log").write_bytes(path.with_name("master.db-wal").read_bytes())
@@ -141,21 +141,21 @@ def test_interrupted_restore_blocks_start_until_repeated(
     monkeypatch.setattr(Path, "rename", rename_and_end)
     monkeypatch.setattr(Path, "replace", rename_and_end)
     with pytest.raises(KeyboardInterrupt):
-        backups.restore_copy(path, target)
+        sqlite_file.restore_copy(path, target)
     monkeypatch.undo()
 
     with pytest.raises(DatabaseDamagedError, match=r"is missing; expected the database .*dstrial restore"):
         Database(path)
-    backups.restore_copy(path, target)
+    sqlite_file.restore_copy(path, target)
     assert dump(path) == dump(target)
 
 
 def test_restore_into_empty_directory_succeeds(path: Path, tmp_path: Path) -> None:
     target = tmp_path / "copy.db"
-    backups.make_copy(path, target)
+    sqlite_file.make_copy(path, target)
     (tmp_path / "new").mkdir()
 
-    restored = backups.restore_copy(tmp_path / "new" / "master.db", target)
+    restored = sqlite_file.restore_copy(tmp_path / "new" / "master.db", target)
 
     assert restored.kept is None
     assert dump(tmp_path / "new" / "master.db") == dump(path)

@@ -5,12 +5,20 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dstrial.errors import MasterError
-from dstrial.master.store.database import SCHEMA_VERSION, Database, Transaction
+from dstrial.master.store.database import Database, Transaction
+from dstrial.master.store.sqlite_file import SCHEMA_VERSION
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    with contextlib.closing(Database(tmp_path / "master.db")) as opened:
+        yield opened
 
 
 def put(key: str, value: str):
@@ -27,8 +35,7 @@ def keys(database: Database) -> set[str]:
         return {row["key"] for row in connection.execute("SELECT key FROM cluster")}
 
 
-def test_failed_write_in_group_is_rolled_back_alone(tmp_path: Path) -> None:
-    database = Database(tmp_path / "master.db")
+def test_failed_write_in_group_is_rolled_back_alone(database: Database) -> None:
     gate = threading.Event()
     first = database.submit(lambda tx: gate.wait(10))
 
@@ -49,7 +56,6 @@ def test_failed_write_in_group_is_rolled_back_alone(tmp_path: Path) -> None:
         futures[1].result(10)
     assert futures[2].result(10) == "c"
     assert keys(database) == {"a", "c"}
-    database.close()
 
 
 def test_topics_are_published_only_after_commit(tmp_path: Path) -> None:
@@ -80,8 +86,7 @@ def test_write_succeeds_if_notifying_fails_after_commit(tmp_path: Path) -> None:
     database.close()
 
 
-def test_read_is_snapshot_during_concurrent_write(tmp_path: Path) -> None:
-    database = Database(tmp_path / "master.db")
+def test_read_is_snapshot_during_concurrent_write(database: Database) -> None:
     database.write(put("a", "1"))
 
     with database.read() as connection:
@@ -91,30 +96,25 @@ def test_read_is_snapshot_during_concurrent_write(tmp_path: Path) -> None:
 
     assert before == after == 1
     assert keys(database) == {"a", "b"}
-    database.close()
 
 
-def test_read_connection_rejects_writes(tmp_path: Path) -> None:
-    database = Database(tmp_path / "master.db")
-
+def test_read_connection_rejects_writes(database: Database) -> None:
     with pytest.raises(sqlite3.OperationalError, match="readonly"), database.read() as connection:
         connection.execute("INSERT INTO cluster VALUES ('a', '1')")
-    database.close()
 
 
-def test_reads_of_many_threads_share_few_connections(tmp_path: Path) -> None:
-    with contextlib.closing(Database(tmp_path / "master.db")) as database:
-        keys(database)
-        before = len(list(Path("/proc/self/fd").iterdir()))
-        for _ in range(100):
-            thread = threading.Thread(target=keys, args=(database,))
-            thread.start()
-            thread.join()
-        assert len(list(Path("/proc/self/fd").iterdir())) <= before + 2
+def test_reads_of_many_threads_share_few_connections(database: Database) -> None:
+    keys(database)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(100):
+        thread = threading.Thread(target=keys, args=(database,))
+        thread.start()
+        thread.join()
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 2
 
 
-def test_nested_reads_do_not_block(tmp_path: Path) -> None:
-    with contextlib.closing(Database(tmp_path / "master.db")) as database, contextlib.ExitStack() as stack:
+def test_nested_reads_do_not_block(database: Database) -> None:
+    with contextlib.ExitStack() as stack:
         outer = [stack.enter_context(database.read()) for _ in range(20)]
         database.write(put("a", "1"))
         assert keys(database) == {"a"}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dstrial.errors import DatabaseDamagedError, MasterError
-from dstrial.master.store import backups, sqlite_file
+from dstrial.master.store import sqlite_file
 from dstrial.master.store.database import Database, Transaction, make_cluster_id
 
 
@@ -39,7 +39,7 @@ def killed(tmp_path: Path) -> Path:
         database.write(put_many)
     left.parent.mkdir()
     with contextlib.closing(Database(path)) as database:
-        backups.make_copy(path, sqlite_file.new_path(left, 0.0, "daily"))
+        sqlite_file.make_copy(path, sqlite_file.new_path(left, 0.0, "daily"))
         database.write(put_many)
         for end in ("", "-wal"):
             shutil.copy(path.with_name(f"master.db{end}"), left.with_name(f"master.db{end}"))

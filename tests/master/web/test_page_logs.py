@@ -10,7 +10,7 @@ import pytest
 from seeded import add_bare_task, add_experiment, add_instruments, add_lines, add_metric, task_of, trials_of
 from serving import Master, serving
 
-from dstrial.master.store.reports import log_pages
+from dstrial.master.store.reports import logs
 
 pytestmark = pytest.mark.process
 
@@ -72,7 +72,7 @@ def test_pages_cover_log_in_both_directions(seeded: Seeded) -> None:
 
 
 def test_search_resumes_across_requests(seeded: Seeded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_pages, "MAX_SEARCHED", 300)
+    monkeypatch.setattr(logs, "MAX_SEARCHED", 300)
     page = seeded.logs(text="Step 5 ")
     times = 1
     while not page["lines"]:
@@ -101,7 +101,7 @@ def test_line_is_whole_or_truncated_with_length(seeded: Seeded, text: str) -> No
     task = seeded.master.write(fill)
     (line,) = seeded.master.get(f"/page/logs?task={task}").json["lines"]
     shown = text.replace("\x00", r"\x00")
-    if len(text.encode()) > log_pages.MAX_BYTES:
+    if len(text.encode()) > logs.MAX_BYTES:
         assert shown.startswith(line["text"])
         assert line["bytes"] == len(text.encode()) + 1
     else:

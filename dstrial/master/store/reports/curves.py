@@ -19,17 +19,18 @@ _WHERE = "trial_id = ? AND group_name = ? AND steps >= 0 AND archived = 0"
 
 
 def curve(
-    connection: sqlite3.Connection, trial_id: int, group: str, name: str, *, after: int = -1
+    connection: sqlite3.Connection, trial_id: int, group: str, name: str
 ) -> tuple[list[int], list[int], list[float]]:
     """Return all values of a metric as three lists: batches, times (us), values.
 
-    The lists are sorted by batch and start after batch ``after``. Skipped are reports without a batch, archived reports (a later
-    run has repeated their batches), and values that are not numbers (NaN and infinity count as numbers).
+    The lists are sorted by batch. Reports without a batch are skipped,
+    and so are archived reports, whose batches a later run has repeated. Values that are not numbers are skipped too; NaN and
+    infinity count as numbers.
     """
     cursor = connection.execute(
         f"SELECT steps, end_us, j.value FROM metrics m CROSS JOIN json_each(m.metrics) j WHERE {_WHERE} "  # noqa: S608 - constants
-        "AND steps > ? AND j.key = ? AND j.type IN ('integer', 'real', 'text') ORDER BY steps, run_id",
-        (trial_id, group, after, name),
+        "AND j.key = ? AND j.type IN ('integer', 'real', 'text') ORDER BY steps, run_id",
+        (trial_id, group, name),
     )
     cursor.row_factory = None  # tuples take half the time of rows
     found = [
@@ -39,10 +40,11 @@ def curve(
 
 
 def downsample(ys: Sequence[float], max_points: int) -> list[int]:
-    """Return the sorted indices of at most ``max_points`` points to keep.
+    """Return indices of at most ``max_points`` points that show a curve's shape.
 
-    Splits the curve into equal parts, and keeps the minimum and maximum of each part, the first and last point, and the first
-    NaN, inf and -inf. A part without finite values keeps one point, which appears as a gap.
+    ``ys`` are the values of the curve, which is split into equal parts. The result is sorted, and has the minimum and maximum
+    of each part, the first and last point, and the first NaN, inf and -inf. A part without finite values has one point, which
+    appears as a gap.
     """
     if max_points < 1:
         raise ValueError(f"max_points is {max_points}; expected at least 1. Ask for more.")
@@ -76,6 +78,7 @@ class Instruments:
 
 
 def newest(connection: sqlite3.Connection, trial_id: int) -> Instruments | None:
+    """Return a trial's telemetry report of the latest batch, or None."""
     row = connection.execute(
         f"SELECT steps, end_us, run_id, metrics FROM metrics WHERE {_WHERE} ORDER BY steps DESC, id DESC LIMIT 1",  # noqa: S608 - constants
         (trial_id, GROUP),
@@ -98,8 +101,8 @@ def by_rank(
 ) -> tuple[list[int], list[int], list[list[float | None]]]:
     """Return a telemetry metric as three lists: batches, times (us), values by rank.
 
-    ``values[i][rank]`` is None if missing. If there are more than ``MAX_REPORTS`` reports, an evenly spaced subset with the first
-    and the last report is returned.
+    ``values[i][rank]`` is None if missing. If there are more than ``MAX_REPORTS`` reports, an evenly spaced subset with the
+    first and the last report is returned.
     """
     steps: list[int] = []
     times: list[int] = []

@@ -7,13 +7,16 @@ import sqlite3
 from collections.abc import Sequence
 
 from dstrial.master.clock import format_us, now_us
-from dstrial.master.store.database import Conditions, Transaction, fetch_all
+from dstrial.master.store.database import Conditions, Transaction, fetch_all, fetch_value
 from dstrial.visible_text import visible
 
 _DAY_US = 24 * 3600 * 1_000_000
 # Overhead of a row besides its text (ids, time, index); measured: 140 to 170 bytes.
 _ROW_BYTES = 160
 _MAX_DELETED = 50_000  # lines per call, so that the writer thread is not blocked; ``add_lines`` adds fewer
+MAX_LINES = 1000  # per page
+MAX_BYTES = 2000  # per line in a page
+MAX_SEARCHED = 200_000  # lines scanned per request; see LogPage.searched_to
 LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -120,7 +123,7 @@ def _publish(tx: Transaction, task_id: str, trial_id: int | None) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogOwner(LogKey):
-    """Key of a log, and the task and allocation that printed the lines to be added."""
+    """Key of a log to which lines are added, with the allocation that printed them."""
 
     task_id: str
     allocation_id: str | None = None  # None for lines from other nodes
@@ -160,7 +163,10 @@ def _size_of(tx: Transaction, owner: LogOwner) -> tuple[int, bool]:
 
 
 def _delete_oldest(tx: Transaction, owner: LogOwner, excess_bytes: int) -> int:
-    """Delete the oldest lines that processes printed; return the freed bytes."""
+    """Delete a log's oldest printed lines until ``excess_bytes`` are freed.
+
+    Returns the freed bytes. Messages of the master are kept. One call deletes at most ``_MAX_DELETED`` lines.
+    """
     of_log = f"{owner.condition} AND source = 'task'"
     rows = tx.execute(
         f"SELECT id, LENGTH(CAST(log AS BLOB)) + ? AS bytes FROM logs WHERE {of_log} ORDER BY id LIMIT ?",  # noqa: S608 - one of two
@@ -218,6 +224,93 @@ def need_levels_and_ranks(where: Conditions, levels: Sequence[str], ranks: Seque
     """
     where.need_one_of("logs.level", levels, or_null="INFO" in levels)
     where.need_one_of("logs.rank", ranks, or_null=-1 in ranks)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PageFilter:
+    """Position, size and filter of a page of log lines."""
+
+    before: int | None = None  # the last lines before this id; None with ``after``
+    after: int | None = None  # the first lines after this id; None for the newest lines
+    limit: int = 200
+    level: str | None = None  # minimum level; lines without a level count as INFO
+    ranks: tuple[int, ...] = ()  # -1: lines without a rank
+    text: str = ""  # substring, case-insensitive
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShownLine:
+    """A log line, truncated to ``MAX_BYTES`` if it is longer."""
+
+    id: int
+    time_us: int
+    level: str | None
+    rank: int | None
+    source: str
+    stdtype: str | None
+    text: str
+    num_bytes: int  # of the untruncated line, without newline
+
+    @property
+    def is_cut(self) -> bool:
+        return self.num_bytes > MAX_BYTES
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogPage:
+    """A page of log lines, and where the next page starts."""
+
+    lines: list[ShownLine]  # oldest first
+    searched_to: int | None  # line id at which a limit stopped the scan; None if complete
+    last: int  # id of the log's newest line; 0 if empty
+
+
+def page(connection: sqlite3.Connection, log: LogKey, wanted: PageFilter) -> LogPage:
+    """Return the page of log lines that ``wanted`` selects.
+
+    With a filter, at most ``MAX_SEARCHED`` lines are scanned; the page may then have fewer lines than requested. The next page
+    starts at ``LogPage.searched_to``.
+    """
+    is_back = wanted.after is None
+    where = Conditions()
+    where.need(log.condition, log.value)
+    if not is_back:
+        where.need("id > ?", wanted.after)
+    elif wanted.before is not None:
+        where.need("id < ?", wanted.before)
+    order = "DESC" if is_back else "ASC"
+    edge = None
+    levels = LEVELS[LEVELS.index(wanted.level) :] if wanted.level in LEVELS else ()
+    if levels or wanted.ranks or wanted.text:
+        # Find the end of the scan with an index-only query, before reading any text.
+        sql = f"SELECT id FROM logs {where.sql} ORDER BY id {order} LIMIT 1 OFFSET {MAX_SEARCHED - 1}"  # noqa: S608 - constants
+        edge = fetch_value(int, connection, sql, where.values)
+        if edge is not None:
+            where.need("id >= ?" if is_back else "id <= ?", edge)
+        need_levels_and_ranks(where, levels, wanted.ranks)
+        where.need_part("log", wanted.text)  # lower() ignores the case of ASCII letters only
+    # Read the text as BLOB, as SQLite's string functions stop at a NUL character.
+    rows = connection.execute(
+        "SELECT id, time_us, level, rank, source, stdtype, substr(CAST(log AS BLOB), 1, ?) AS start, "  # noqa: S608 - constants
+        f"length(CAST(log AS BLOB)) AS num_bytes FROM logs {where.sql} ORDER BY id {order} LIMIT ?",
+        (MAX_BYTES + 1, *where.values, wanted.limit),
+    ).fetchall()
+    lines = [_shown(row) for row in rows]
+    searched_to = lines[-1].id if len(lines) == wanted.limit else edge
+    if is_back:
+        lines.reverse()
+    newest = f"SELECT MAX(id) FROM logs WHERE {log.condition}"  # noqa: S608 - a constant
+    return LogPage(lines, searched_to, fetch_value(int, connection, newest, (log.value,)) or 0)
+
+
+def _shown(row: sqlite3.Row) -> ShownLine:
+    start, num_bytes = bytes(row["start"]), int(row["num_bytes"])
+    if num_bytes == len(start) and start.endswith(b"\n"):
+        start, num_bytes = start[:-1], num_bytes - 1
+    text = start[:MAX_BYTES].decode("utf-8", "ignore")
+    return ShownLine(
+        row["id"], row["time_us"], row["level"], row["rank"], row["source"], row["stdtype"], text, num_bytes
+    )
 
 
 def format_message(row: StoredLine) -> str:

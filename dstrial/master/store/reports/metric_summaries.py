@@ -30,11 +30,11 @@ SUMMARY_METRICS = """
 # SQLite accepts at least 999 parameters per statement.
 _AT_ONCE = 500
 MAX_LAST_CHARS = 256  # lists of trials contain the last value of each metric, and a text may have megabytes
-_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def add(tx: Transaction, trial: Trial, group: str, values: Mapping[str, Any]) -> None:
-    """Update a trial's summaries with the metrics of a report.
+    """Update a trial's summaries with ``values``, the metrics of a new report.
 
     New names beyond ``MAX_NAMES`` get no summary; a warning is logged when the limit is reached.
     """
@@ -82,7 +82,10 @@ def _store(tx: Transaction, trial_id: int, group: str, summaries: Mapping[str, M
 
 
 def replace(tx: Transaction, trial_id: int, reports: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-    """Compute a trial's summaries again from ``reports``, (group, values) in order."""
+    """Replace a trial's summaries by those of ``reports``, which are in batch order.
+
+    Each report is (metric group, metric name -> value).
+    """
     tx.execute("DELETE FROM metric_summaries WHERE trial_id = ?", (trial_id,))
     groups: dict[str, dict[str, dict[str, Any]]] = {}
     for group, values in reports:
@@ -100,7 +103,7 @@ def as_number(value: Any) -> float | None:
         return None
     if isinstance(value, (int, float)):
         return float(value)
-    return _WORDS.get(value) if isinstance(value, str) else None
+    return _NON_FINITE.get(value) if isinstance(value, str) else None
 
 
 def plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,12 +111,17 @@ def plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {str(name): _plain_value(value) for name, value in metrics.items()}
 
 
-def _plain_value(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return ``value``, or "NaN", "Infinity" or "-Infinity" for a non-finite float."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _plain_value(value: Any) -> Any:
     if isinstance(value, Mapping):
         return plain(value)
-    return [_plain_value(item) for item in value] if isinstance(value, list) else value
+    return [_plain_value(item) for item in value] if isinstance(value, list) else finite(value)
 
 
 def summarised(before: Mapping[str, Any] | None, value: Any) -> dict[str, Any]:
@@ -129,7 +137,7 @@ def summarised(before: Mapping[str, Any] | None, value: Any) -> dict[str, Any]:
         text = value if isinstance(value, str) else json.dumps(value)
         last = value if len(text) <= MAX_LAST_CHARS else f"{text[:MAX_LAST_CHARS]}…"
         return {"count": count, "last": last, "type": kind}
-    last = _plain_value(value)
+    last = finite(value)
     if before is None or before.get("type") != "number" or "sum" not in before:
         same = dict.fromkeys(("sum", "mean", "min", "max", "last"), last)
         return {"count": 1, **same, "type": "number"}
@@ -138,10 +146,10 @@ def summarised(before: Mapping[str, Any] | None, value: Any) -> dict[str, Any]:
     low, high = _number(before["min"]), _number(before["max"])
     return {
         "count": count,
-        "sum": _plain_value(total),
-        "mean": _plain_value(total / count),
-        "min": _plain_value(number if number < low else low),
-        "max": _plain_value(number if number > high else high),
+        "sum": finite(total),
+        "mean": finite(total / count),
+        "min": finite(number if number < low else low),
+        "max": finite(number if number > high else high),
         "last": last,
         "type": "number",
     }

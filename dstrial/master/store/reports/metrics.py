@@ -1,6 +1,6 @@
 """Store metric reports, and update each trial's best and latest validation.
 
-Every statement needs a literal ``steps >= 0`` or ``steps < 0``: without one, SQLite does not use the partial indexes and scans
+Every statement needs a literal ``steps >= 0`` or ``steps < 0``. Without one, SQLite does not use the partial indexes and scans
 the reports of all trials.
 """
 
@@ -21,10 +21,11 @@ from dstrial.master.store.reports import metric_summaries
 from dstrial.master.store.reports.metric_summaries import as_number, plain
 from dstrial.master.store.trials import Trial
 
-_NO_STEPS = -1
+_NO_STEPS = -1  # stored as the batch number of profiling reports, which have none
 # Approximate limits of a stream message: number of reports, and of characters.
 _AT_ONCE = 1000
 _CHARS_AT_ONCE = 4 * 2**20
+_MAX_REPORTS = 1000  # in a response that is not a stream
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ def add_report(
     if _begin_run(tx, trial, steps):
         trial = trials.require(tx.connection, trial_id)
     report_id = _insert(tx, trial, group, steps, end_us, values, of_batches)
-    _note(tx, trial, group, steps, report_id, values)
+    _record_values(tx, trial, group, steps, report_id, values)
     return True
 
 
@@ -108,7 +109,10 @@ def _insert(
 
 
 def _begin_run(tx: Transaction, trial: Trial, steps: int) -> bool:
-    """Archive older reports that a new run repeats; return whether any was archived."""
+    """At a run's first report, archive reports of older runs that the run repeats.
+
+    ``steps`` is the batch of the report. Returns whether any report was archived.
+    """
     trial_id, run_id = trial.id, trial.run_id
     if trial.heartbeat_us is not None:
         return _begin_detached_run(tx, trial_id, run_id, steps)
@@ -122,7 +126,10 @@ def _begin_run(tx: Transaction, trial: Trial, steps: int) -> bool:
 
 
 def _begin_detached_run(tx: Transaction, trial_id: int, run_id: int, steps: int) -> bool:
-    """At a detached run's first report, archive older reports from batch ``steps`` on."""
+    """At a detached run's first report, archive older runs' reports from its batch on.
+
+    ``steps`` is the batch of the report. Returns whether any report was archived.
+    """
     # The run's first batch is unknown until its first report: a detached run need not resume from its checkpoint.
     known = "SELECT 1 FROM metrics WHERE trial_id = ? AND run_id = ? AND steps >= 0 LIMIT 1"
     is_first = not exists(tx.connection, known, (trial_id, run_id))
@@ -142,7 +149,7 @@ def _merge(
     new = {name: value for name, value in given.items() if name not in stored}
     if new:
         tx.update("metrics", known["id"], {"metrics": {**stored, **new}})
-        _note(tx, trial, group, steps, known["id"], new)
+        _record_values(tx, trial, group, steps, known["id"], new)
     return bool(new)
 
 
@@ -164,21 +171,21 @@ def archive_beyond(tx: Transaction, trial_id: int, run_id: int, steps: int) -> b
     metric_summaries.replace(tx, trial_id, ((row.group_name, json.loads(row.metrics)) for row in left))
     for row in every_report(tx.connection, trial_id, "validation"):
         trial = trials.require(tx.connection, trial_id)
-        _note_validation(tx, trial, row.steps, row.id, json.loads(row.metrics))
+        _record_validation(tx, trial, row.steps, row.id, json.loads(row.metrics))
     update_best_of_experiment(tx, trial_id)
     return True
 
 
-def _note(
+def _record_values(
     tx: Transaction, trial: Trial, group: str, steps: int, report_id: int, values: Mapping[str, Any]
 ) -> None:
     metric_summaries.add(tx, trial, group, values)
     tx.execute("UPDATE trials SET total_batches = MAX(total_batches, ?) WHERE id = ?", (steps, trial.id))
     if group == "validation":
-        _note_validation(tx, trial, steps, report_id, values)
+        _record_validation(tx, trial, steps, report_id, values)
 
 
-def _note_validation(
+def _record_validation(
     tx: Transaction, trial: Trial, steps: int, report_id: int, metrics: Mapping[str, Any]
 ) -> None:
     metric, is_smaller_better = tx.execute(
@@ -198,6 +205,7 @@ def _note_validation(
 
 
 def update_best_of_experiment(tx: Transaction, trial_id: int) -> None:
+    """Store which trial of an experiment is best; ``trial_id`` is one of them."""
     experiment = tx.execute(
         "SELECT id, smaller_is_better FROM experiments WHERE id = (SELECT experiment_id FROM trials WHERE id = ?)",
         (trial_id,),
@@ -268,16 +276,14 @@ def some_reports(connection: sqlite3.Connection, ids: Sequence[int]) -> list[Rep
     return found
 
 
-def reports(
-    connection: sqlite3.Connection, trial_ids: Collection[int], group: str | None, *, limit: int = 1000
-) -> list[Report]:
-    """Return up to ``limit`` reports of trials, by trial id, then batch.
+def reports(connection: sqlite3.Connection, trial_ids: Collection[int], group: str | None) -> list[Report]:
+    """Return at most ``_MAX_REPORTS`` reports of trials, by trial id, then batch.
 
     Reports of batches that a later run of the trial repeats are left out.
     """
     taken: list[Report] = []
     for trial_id in sorted(trial_ids):
-        for report_id in report_ids(connection, trial_id, group)[: limit - len(taken)]:
+        for report_id in report_ids(connection, trial_id, group)[: _MAX_REPORTS - len(taken)]:
             row = get_report(connection, report_id)
             if row is not None:
                 taken.append(row)

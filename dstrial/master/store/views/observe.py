@@ -16,6 +16,7 @@ from dstrial.master.store.sqlite_file import reading, unusable
 from dstrial.master.trial_files import read_json
 from dstrial.visible_text import visible_line
 
+_MAX_ROWS = 5000  # log lines per query
 TERMINAL_STATES = frozenset({"COMPLETED", "CANCELED", "ERROR"})
 
 
@@ -137,7 +138,7 @@ ORDER BY trials.id
 """
 
 
-def starting(state: StateDirectory, experiment_id: int | None = None) -> list[Start]:
+def starting(state: StateDirectory) -> list[Start]:
     """Return why trials are pending, and the startup phases of starting trials."""
     with _connection(state) as connection:
         waiting = connection.execute(_WAITING).fetchall()
@@ -151,7 +152,7 @@ def starting(state: StateDirectory, experiment_id: int | None = None) -> list[St
         report = _report(Path(row["directory"]) / "starting.json", "phase")
         if report is not None:
             found.append(Start(row["trial_id"], row["experiment_id"], *report))
-    return [one for one in found if experiment_id in (None, one.experiment_id)]
+    return found
 
 
 def stalled(state: StateDirectory) -> list[Stalled]:
@@ -163,7 +164,10 @@ def stalled(state: StateDirectory) -> list[Stalled]:
 
 
 def stall_in(directory: Path) -> tuple[str, float] | None:
-    """Return (description, epoch time of the start) of an allocation's stall, or None."""
+    """Return (description, start as epoch time) of a stall in an allocation, or None.
+
+    ``directory`` is the allocation's directory. In a stall, ranks hang.
+    """
     return _report(directory / "stalled.json", "text")  # written by dstrial.launch.stalls.watch
 
 
@@ -175,14 +179,14 @@ def _report(path: Path, key: str) -> tuple[str, float] | None:
     return None
 
 
-def new_log_rows(state: StateDirectory, trial_id: int, after_id: int, limit: int = 5000) -> list[LogRow]:
-    """Return at most ``limit`` lines of a trial's log after a line id, in order."""
+def new_log_rows(state: StateDirectory, trial_id: int, after_id: int) -> list[LogRow]:
+    """Return the next lines of a trial's log after a line id, at most ``_MAX_ROWS``."""
     sql = (
         "SELECT id, rank, source, stdtype, level, rtrim(log, char(10)) AS text FROM logs "
         "WHERE trial_id = ? AND id > ? ORDER BY id LIMIT ?"
     )
     with _connection(state) as connection:
-        return fetch_all(LogRow, connection, sql, (trial_id, after_id, limit))
+        return fetch_all(LogRow, connection, sql, (trial_id, after_id, _MAX_ROWS))
 
 
 def last_log_id(state: StateDirectory, trial_id: int) -> int:
@@ -192,14 +196,12 @@ def last_log_id(state: StateDirectory, trial_id: int) -> int:
 
 
 def num_live_allocations(state: StateDirectory) -> int:
-    rows = _query(state, "SELECT COUNT(*) FROM allocations WHERE state != 'TERMINATED'")
-    return int(rows[0][0]) if rows else 0
+    return _query_number(state, "SELECT COUNT(*) FROM allocations WHERE state != 'TERMINATED'")
 
 
 def num_pending_jobs(state: StateDirectory) -> int:
     """Count pending background jobs that delete files."""
-    rows = _query(state, "SELECT COUNT(*) FROM work")
-    return int(rows[0][0]) if rows else 0
+    return _query_number(state, "SELECT COUNT(*) FROM work")
 
 
 def supervisors(state: StateDirectory) -> list[Supervisor]:
@@ -213,15 +215,17 @@ def supervisors(state: StateDirectory) -> list[Supervisor]:
 
 
 def usage(state: StateDirectory) -> Usage:
-    used = _query(
-        state,
-        "SELECT COALESCE(SUM(json_array_length(slots)), 0) FROM allocations WHERE state != 'TERMINATED'",
-    )
+    used = "SELECT COALESCE(SUM(json_array_length(slots)), 0) FROM allocations WHERE state != 'TERMINATED'"
     counts = [
         dict(_query(state, f"SELECT state, COUNT(*) FROM {table} GROUP BY state ORDER BY state"))  # noqa: S608 - ours
         for table in ("experiments", "trials")
     ]
-    return Usage(int(used[0][0]) if used else 0, counts[0], counts[1])
+    return Usage(_query_number(state, used), counts[0], counts[1])
+
+
+def _query_number(state: StateDirectory, sql: str) -> int:
+    rows = _query(state, sql)
+    return int(rows[0][0]) if rows else 0
 
 
 def _query(state: StateDirectory, sql: str) -> list[tuple[Any, ...]]:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from dstrial.master.clock import format_us
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Conditions, Parameters, fetch_all, fetch_value
+from dstrial.master.store.reports.metric_summaries import finite
 from dstrial.master.store.views.listings import EXPERIMENT_ADVANCE, TRIAL_ADVANCE
 
 Json: TypeAlias = dict[str, Any]
@@ -57,13 +58,6 @@ ORDER BY c.report_us DESC, c.uuid LIMIT ?
 """
 MAX_METRICS = 10_000  # metric names per response, as many as a trial may have
 MAX_CHECKPOINTS = 5000  # per experiment, newest first
-
-
-def finite(value: float | str | None) -> float | str | None:
-    """Return a value for JSON: a non-finite float as "NaN", "Infinity" or "-Infinity"."""
-    if isinstance(value, float) and value - value != 0:
-        return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
-    return value
 
 
 _CONVERTERS: dict[str, Callable[[Any], Any]] = {

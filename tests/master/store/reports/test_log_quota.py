@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rows import add
 
 from dstrial.master.store.database import Database, Transaction
 from dstrial.master.store.reports import logs
@@ -117,11 +118,8 @@ def test_quota_restarts_after_expired_log_is_deleted(log: Log) -> None:
     log.print(3000, COMMAND)
 
     def end(tx: Transaction) -> None:
-        tx.execute("INSERT INTO users (id, username, modified_us) VALUES (1, 'determined', 0)")
-        tx.execute(
-            "INSERT INTO commands (task_id, kind, job_id, state, description, config, owner_id, workspace_id, num_slots, "
-            "queue_position, start_us, end_us) VALUES ('command', 'COMMAND', 'j', 'COMPLETED', '', '{}', 1, 1, 0, 1, 1, 1)"
-        )
+        add(tx, "users", id=1, username="determined")
+        add(tx, "commands", task_id="command", state="COMPLETED", end_us=1)
         logs.forget_old(tx, 1)
 
     log.database.write(end)

@@ -33,11 +33,11 @@ max_restarts: 1
 class Store:
     """A database with one experiment and its first trial running."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, config: str = CONFIG) -> None:
         self.database = Database(directory / "master.db")
         (directory / "train.py").touch()
         submission = check_submission(
-            CONFIG, context_dir=directory, defaults=MasterDefaults({"type": "shared_fs", "host_path": "/ck"})
+            config, context_dir=directory, defaults=MasterDefaults({"type": "shared_fs", "host_path": "/ck"})
         )
 
         def begin(tx: Transaction) -> int:
@@ -350,23 +350,14 @@ def test_missing_searcher_metric_ends_experiment_with_error(tmp_path: Path) -> N
     config = CONFIG.replace(
         "name: random", "name: async_halving, num_rungs: 1, max_time: 5, time_metric: batches"
     )
-    (tmp_path / "train.py").touch()
-    database = Database(tmp_path / "master.db")
-    submission = check_submission(
-        config, context_dir=tmp_path, defaults=MasterDefaults({"type": "shared_fs", "host_path": "/ck"})
-    )
+    store = Store(tmp_path, config)
+    store.report(1, {"accuracy": 1.0}, "validation")
+    store.end(137)
 
-    def perform(tx: Transaction) -> str:
-        tx.execute("INSERT INTO users (id, username, modified_us) VALUES (1, 'determined', 0)")
-        experiment_id = experiments.create(tx, submission=submission, tgz=b"", owner_id=1, activate=True)
-        trials.report_metrics(tx, 1, 0, "validation", 1, 0, {"accuracy": 1.0})
-        row = tx.execute(
-            "SELECT state, end_reason FROM experiments WHERE id = ?", (experiment_id,)
-        ).fetchone()
-        return f"{row['state']}: {row['end_reason']}"
-
-    assert "ERROR: the validation metric 'score' is missing" in database.write(perform)
-    database.close()
+    row = store.row("experiments")
+    store.database.close()
+    assert row["state"] == "ERROR"
+    assert row["end_reason"].startswith("the validation metric 'score' is missing")
 
 
 def test_log_filters_select_by_rank_level_source_text(store: Store) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from rows import add
 
 from dstrial.master.store.database import Connection, Database, Transaction
 from dstrial.master.store.reports import metrics
@@ -46,18 +47,11 @@ def filled(path: Path, number: int) -> Database:
     """Return a database with ``number`` experiments; the first has ``number`` trials."""
 
     def fill(tx: Transaction) -> None:
-        tx.execute("INSERT INTO users (id, username, modified_us) VALUES (1, 'determined', 0)")
-        tx.executemany(
-            "INSERT INTO experiments (job_id, state, config, original_config, name, owner_id, searcher_type, "
-            "searcher_metric, smaller_is_better, slots_per_trial, queue_position, start_us) "
-            "VALUES (?, 'COMPLETED', '{}', '', 'x', 1, 'random', 'loss', 1, 1, 1, 0)",
-            [(str(index),) for index in range(number)],
-        )
-        tx.executemany(
-            "INSERT INTO trials (experiment_id, request_id, state, hparams, seed, task_id, start_us, "
-            "searcher_metric_value) VALUES (1, ?, 'COMPLETED', '{}', 1, 't', 0, ?)",
-            [(str(index), index) for index in range(number)],
-        )
+        add(tx, "users", id=1, username="determined")
+        for _ in range(number):
+            add(tx, "experiments", searcher_type="random")
+        for index in range(number):
+            add(tx, "trials", experiment_id=1, searcher_metric_value=index)
 
     database = Database(path)
     database.write(fill)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from rows import add
 
 from dstrial.master.state_directory import StateDirectory
 from dstrial.master.store.database import Database, Transaction
@@ -21,31 +22,15 @@ def state(tmp_path: Path) -> StateDirectory:
 
 
 def fill(tx: Transaction) -> None:
-    tx.execute("INSERT INTO users (id, username, modified_us) VALUES (1, 'determined', 0)")
-    tx.execute(
-        "INSERT INTO experiments (id, job_id, state, config, original_config, name, owner_id, searcher_type, "
-        "searcher_metric, smaller_is_better, slots_per_trial, queue_position, progress, start_us) "
-        "VALUES (3, 'j', 'PAUSED', '{}', '', 'x', 1, 'single', 'loss', 1, 1, 1, 0.5, 0)"
-    )
-    tx.execute(
-        "INSERT INTO trials (id, experiment_id, request_id, state, hparams, seed, task_id, start_us, "
-        "searcher_metric_value) VALUES (5, 3, 'r', 'PAUSED', '{}', 1, 't', 0, 0.25)"
-    )
-    for run_id, allocation_state, exit_code in (
-        (1, "TERMINATED", 7),
-        (2, "TERMINATED", 0),
-        (3, "RUNNING", None),
-    ):
-        tx.execute(
-            "INSERT INTO allocations (id, task_id, trial_id, experiment_id, run_id, state, slots, ports, resources_id, "
-            "directory, start_us, exit_code) VALUES (?, 't', 5, 3, ?, ?, '[0]', '{}', 'r', '/', 0, ?)",
-            (f"t.{run_id}", run_id, allocation_state, exit_code),
-        )
+    add(tx, "users", id=1, username="determined")
+    add(tx, "experiments", id=3, state="PAUSED", progress=0.5)
+    add(tx, "trials", id=5, experiment_id=3, state="PAUSED", searcher_metric_value=0.25)
+    of_trial = {"task_id": "t", "trial_id": 5}
+    for run_id, state, exit_code in ((1, "TERMINATED", 7), (2, "TERMINATED", 0), (3, "RUNNING", None)):
+        columns = {"id": f"t.{run_id}", "run_id": run_id, "state": state, "exit_code": exit_code}
+        add(tx, "allocations", **of_trial, experiment_id=3, **columns)
     for rank, source, text in ((None, "master", "m"), (1, "task", "one"), (None, "task", "two")):
-        tx.execute(
-            "INSERT INTO logs (task_id, trial_id, time_us, rank, source, stdtype, log) VALUES ('t', 5, 0, ?, ?, ?, ?)",
-            (rank, source, "stdout" if source == "task" else None, f"{text}\n"),
-        )
+        add(tx, "logs", **of_trial, rank=rank, source=source, log=f"{text}\n")
 
 
 def test_paused_experiment_settles_when_processes_end(state: StateDirectory) -> None:

@@ -1,4 +1,4 @@
-"""Requests that detached runs may send, and requests about detached runs."""
+"""API requests of detached runs, and of users about detached runs."""
 
 from __future__ import annotations
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
-from submitting import config, submit, wait_until
+from submitting import checkpoints_of, config, submit, wait_until
+from waiting import wait_for
 
 from dstrial.errors import DstrialError
+from dstrial.master.store.views.observe import num_pending_jobs
 from dstrial.testing.master import MasterForTest
 
 pytestmark = pytest.mark.process
@@ -28,18 +29,13 @@ with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
 
 def saved(master: MasterForTest, experiment_id: int) -> list[tuple[list[float], int]]:
     """Wait for garbage collection; return (trial's scores, batches) of the rest."""
-    path = f"/api/v1/experiments/{experiment_id}/checkpoints"
-    give_up_at_s = time.monotonic() + 30
-    while True:
-        found = master.client().get(path)["checkpoints"]
-        left = [one for one in found if one["state"] == "STATE_COMPLETED"]
-        if len(left) < len(found):
-            time.sleep(0.2)
-            if len(
-                [1 for one in master.client().get(path)["checkpoints"] if one["state"] != "STATE_DELETED"]
-            ) == len(left):
-                break
-        assert time.monotonic() < give_up_at_s, found
+
+    def states() -> set[str]:
+        return {one["state"] for one in checkpoints_of(master, experiment_id)}
+
+    wait_for(lambda: "STATE_DELETED" in states() and num_pending_jobs(master.state) == 0, deadline_s=30)
+    found = checkpoints_of(master, experiment_id)
+    left = [one for one in found if one["state"] == "STATE_COMPLETED"]
     directory = master.state.path / "checkpoints"
     assert all((directory / one["uuid"] / "state").is_file() for one in left)
     assert not any((directory / one["uuid"]).exists() for one in found if one not in left)
@@ -68,10 +64,7 @@ def test_source_checkpoint_is_kept_deleted_source_is_refused(
     first = submit(shared_master, config(hyperparameters=scores), SAVE)
     wait_until(shared_master, first, "COMPLETED")
     assert [steps for _, steps in saved(shared_master, first)] == [3, 4]
-    path = f"/api/v1/experiments/{first}/checkpoints"
-    found = {
-        one["metadata"]["steps_completed"]: one for one in shared_master.client().get(path)["checkpoints"]
-    }
+    found = {one["metadata"]["steps_completed"]: one for one in checkpoints_of(shared_master, first)}
 
     def warm(uuid: str) -> dict[str, Any]:
         searcher = {"name": "single", "metric": "score", "source_checkpoint_uuid": uuid}
@@ -84,7 +77,4 @@ def test_source_checkpoint_is_kept_deleted_source_is_refused(
     numbers = [f"--save-{name}=0" for name in ("experiment-best", "trial-best", "trial-latest")]
     done = shared_master.det("e", "set", "gc-policy", *numbers, "--yes", str(first))
     assert done.returncode == 0, done.stdout + done.stderr
-    give_up_at_s = time.monotonic() + 30
-    while len(left := saved(shared_master, first)) > 1:
-        assert time.monotonic() < give_up_at_s
-    assert [steps for _, steps in left] == [3]
+    wait_for(lambda: [steps for _, steps in saved(shared_master, first)] == [3], deadline_s=30)
