@@ -21,7 +21,7 @@ from hostile_configs import CONFIGS, TEXTS, Hostile
 
 from dstrial.config.documents import read_json, read_yaml_text
 from dstrial.errors import ConfigError
-from dstrial.master.app import all_routes
+from dstrial.master.server import all_routes
 from dstrial.testing.master import MasterForTest, master_for_test
 
 _MAX_MIB = 200

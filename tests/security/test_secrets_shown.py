@@ -15,8 +15,8 @@ import pytest
 import yaml
 from det_here import DetHere
 
-from dstrial.master.app import all_routes
 from dstrial.master.login import new_token
+from dstrial.master.server import all_routes
 from dstrial.testing.master import MasterForTest, master_for_test
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]

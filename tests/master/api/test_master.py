@@ -14,7 +14,7 @@ pytestmark = pytest.mark.process
 
 _LOG = """\
 2026-11-21T02:00:00.123 INFO dstrial.master: serving
-2026-11-21T02:00:01.000 ERROR dstrial.master.app: a request failed
+2026-11-21T02:00:01.000 ERROR dstrial.master.server: a request failed
 Traceback (most recent call last):
 KeyError: 1
 2026-11-21T02:00:02.000 WARNING x: last
