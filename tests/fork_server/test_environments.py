@@ -86,7 +86,7 @@ def test_imports_ahead_read_only_expected_free_variables() -> None:
         ("-m dstrial.launch --slots 2 train.py --trial model_def:T", False),
         ("-m dstrial.launch -- train.py --trial model_def:T", False),
         ("-m dstrial.launch -m train --trial model_def:T", False),
-        ("-m dstrial.launch --slots 1 -m dstrial.dsat.trial.local_script train.py", False),
+        ("-m dstrial.launch --slots 1 -m dstrial.dsat.rank.standalone_script train.py", False),
         ("-m determined.launch.deepspeed --trial model_def:T", False),
         ("train.py --trial model_def:T", False),
     ],
