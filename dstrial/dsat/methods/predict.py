@@ -21,7 +21,7 @@ from dstrial.dsat.predictor.models import StepModel
 from dstrial.dsat.predictor.predictor import Prediction, Predictor
 from dstrial.dsat.space import Space, Structure
 
-_USUAL, _THOROUGH = (0.0010, 2.0), (0.0008, 3.0)
+_USUAL, _THOROUGH = (0.0012, 2.0), (0.0008, 3.0)
 """(least expected gain of a further measurement, as a share of the best cost; number of measurements without progress after
 which this gain doubles), without and with ``--thorough``."""
 _CONTENDERS, _MOST = 3, 2  # with ``--thorough``: configurations to measure again, most measurements of each
