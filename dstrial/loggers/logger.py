@@ -15,7 +15,7 @@ FinalState = Literal["completed", "stopped", "failed"]
 
 Group: TypeAlias = Literal["training", "validation", "telemetry"]
 
-_EXACT_INTEGERS = 2**53  # larger integers are not exact as floats, as which loggers store numbers
+_EXACT_INTEGERS = 2**53  # larger integers lose digits as floats, and loggers store numbers as floats
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

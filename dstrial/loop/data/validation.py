@@ -153,7 +153,7 @@ class ValidationStream:
             yield validation_round, items
 
     def _unplanned(self, num_micro_batches: int) -> Iterator[tuple[ValidationRound, Iterator[Any] | None]]:
-        """Yield rounds whose micro-batch sizes are known only after reading."""
+        """Yield rounds like ``rounds``, if micro-batch sizes are known only after reading."""
         items = None
         if isinstance(self._loader, pytorch.DataLoader):
             items = self._read(self._dealt_batches())

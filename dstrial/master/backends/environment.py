@@ -228,9 +228,9 @@ def _device_variables(request: AllocationRequest, env: Mapping[str, str]) -> dic
 
 
 def user_variables(config: Mapping[str, Any], kind: str = "cpu") -> dict[str, str]:
-    """Return the variables that a config's ``environment_variables`` set.
+    """Return name -> value of the variables in a config's ``environment_variables``.
 
-    ``kind`` is the kind of the trial's devices (cpu, cuda, rocm), for which the config may set others.
+    The config may have one list of variables, or a list for each kind of device. ``kind`` (cpu, cuda, rocm) selects the list.
     """
     given = (config.get("environment") or {}).get("environment_variables") or []
     if isinstance(given, Mapping):
