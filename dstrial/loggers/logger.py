@@ -51,7 +51,7 @@ class Report:
 class Logger(Protocol):
     """Stores the reports of one run in another system.
 
-    All methods are called on one background thread and may block. If ``log`` raises an error, a warning is logged once, and
+    All methods are called on one background thread and may block. If ``log`` raises an error, one warning is logged, and
     ``log`` is still called with later reports.
     """
 

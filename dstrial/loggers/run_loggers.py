@@ -238,7 +238,7 @@ class RunLoggers:
 def loggers_of(context: DeepSpeedTrialContext, *, is_test: bool = False) -> RunLoggers:
     """Return the loggers in a trial's experiment config.
 
-    There are none on ranks above 0, in test runs, and in trials that the autotuner (dsat) measures.
+    There are no loggers on ranks above 0, in test runs, and in trials that the autotuner (dsat) measures.
     """
     runtime = runtime_of(context)
     specs: Sequence[LoggerSpec] = logger_specs(runtime.exp_conf)

@@ -1,6 +1,6 @@
 """Complete checkpoint saves in a background thread, after queued metric reports.
 
-Determined's client sends metrics from a queue, but registers checkpoints at once. A checkpoint is therefore registered only
+Determined's client sends metrics from a queue, but registers checkpoints immediately. A checkpoint is therefore registered only
 after all queued metrics were sent; otherwise, if the process died, the master could have a checkpoint without its metrics.
 """
 

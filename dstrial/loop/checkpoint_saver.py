@@ -167,8 +167,9 @@ class CheckpointSaver:
     ) -> _Copied:
         """Copy this rank's state for the background thread.
 
-        Without background saving, or if callbacks read the files, the files are written at once instead. Ranks: all,
-        collectively.
+        Without background saving, or if callbacks read the files, the files are written immediately.
+
+        Ranks: all, collectively.
         """
         context = self._state.context
         is_immediate = not self._in_background or self._files_are_seen

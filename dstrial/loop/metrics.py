@@ -120,7 +120,7 @@ def _finite(amount: Amount) -> Amount:
 
 
 def losses_among(names: Iterable[str]) -> list[str]:
-    """Return the metric names that contain "loss"; all names if none does."""
+    """Return the metric names that contain "loss"; all names if no name does."""
     all_names = list(names)
     return [name for name in all_names if "loss" in name.lower()] or all_names
 

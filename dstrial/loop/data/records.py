@@ -1,6 +1,6 @@
 """Build torch loaders that read a user's data set with reproducible random states.
 
-Settings are those of a ``determined.pytorch.DataLoader``, except its sharding, which depends on the number of ranks.
+The settings of a ``determined.pytorch.DataLoader`` apply, except the sharding, which depends on the number of ranks.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class _LogReader:
         self._level = "LOG_LEVEL_INFO"
 
     def skip_to(self, offset: int) -> None:
-        """Skip ``offset`` lines or, if it is negative, all but the last ``-offset`` lines."""
+        """Skip ``offset`` lines; if negative, skip all but the last ``-offset`` lines."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:

@@ -240,8 +240,8 @@ class Backend(Protocol):
     def request(self, requests: Iterable[ResourceRequest]) -> Answer | None:
         """Return slots for waiting requests; None if the master itself assigns the slots.
 
-        ``requests`` are those of all waiting trials and commands, the most urgent first. The scheduler calls the method at each
-        poll, even without requests, because Slurm and Ray jobs are submitted and cancelled here.
+        ``requests`` has a request for each waiting trial and command, the most urgent first. The scheduler calls the method at
+        each poll, even without requests, because this method submits and cancels Slurm and Ray jobs.
         """
         del requests
         return None
@@ -249,18 +249,18 @@ class Backend(Protocol):
     def unsatisfiable_reasons(self, request: ResourceRequest) -> Sequence[Refusal]:
         """Return why Slurm or Ray would reject a request.
 
-        Empty if it would be accepted, or if Slurm or Ray does not answer. May block for some seconds.
+        Empty if the request would be accepted, or if Slurm or Ray does not answer. May block for some seconds.
         """
         del request
         return ()
 
     def job_text(self, key: Key) -> str:
-        """Return the state of a trial's or command's Slurm or Ray job; "" if it has none."""
+        """Return the state of a trial's or command's Slurm or Ray job; "" without a job."""
         del key
         return ""
 
     def leaving_reason(self, run: RunRef) -> str | None:
-        """Return why an allocation will soon lose its slots; None if it will not."""
+        """Return why an allocation will soon lose its slots; None otherwise."""
         del run
         return None
 

@@ -34,7 +34,7 @@ class Slot:
 
 
 def find_slots(num: int | None = None) -> tuple[Slot, ...]:
-    """Return a slot per accelerator of this machine, or per CPU core if it has none.
+    """Return a slot per accelerator of this machine; without any, a slot per CPU core.
 
     With ``DS_ACCELERATOR=cpu``, all slots are CPU slots. ``num`` overrides the number of slots. There may be more CPU slots
     than cores and, with ``DSTRIAL_SHARE_DEVICE=1``, more slots than accelerators.

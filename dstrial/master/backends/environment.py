@@ -149,7 +149,7 @@ def trial_environment(
 
 
 def tracebacks_directory(allocation_directory: Path, trial_id: int) -> Path:
-    """Return the directory of a trial's tracebacks, which is kept with the experiment."""
+    """Return the directory of a trial's tracebacks, which outlives the allocation."""
     return allocation_directory.parent.parent / "tracebacks" / f"trial_{trial_id}"
 
 

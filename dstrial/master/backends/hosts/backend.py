@@ -1,4 +1,4 @@
-"""Run allocations on other machines; those without slots on the master's machine."""
+"""Run allocations with slots on other machines, others on the master's machine."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class LinkedBackend(Backend, abc.ABC):
     def observe(self, run: RunRef) -> AllocationExit | None:
         """Return how an allocation ended; None until it has ended on all nodes.
 
-        If a node failed, the allocation is killed on the others. The first failure decides the exit.
+        If a node failed, the allocation is killed on the other nodes. The first failure decides the exit.
         """
         if run.is_on_own_node:
             return self._local.observe(run)
