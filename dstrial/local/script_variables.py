@@ -22,15 +22,18 @@ class KnownExperiment:
 
 
 def write_experiment(path: Path, config: Mapping[str, Any], hyperparameters: Mapping[str, Any]) -> None:
-    """Write the JSON file whose path ``EXPERIMENT_VARIABLE`` gives to the ranks."""
+    """Write config and hyperparameters to ``path`` as JSON, for the ranks to read.
+
+    The ranks find the path in the environment variable ``EXPERIMENT_VARIABLE``.
+    """
     text = json.dumps({"config": config, "hyperparameters": hyperparameters}, default=str)
     path.write_text(text, encoding="utf-8")
 
 
 def read_experiment() -> KnownExperiment | None:
-    """Return the experiment that the launcher wrote; None if it wrote no file.
+    """Return the config and hyperparameters that the launcher wrote for the ranks.
 
-    The environment variable ``EXPERIMENT_VARIABLE`` names the file.
+    The environment variable ``EXPERIMENT_VARIABLE`` has the file's path. None if the variable is not set.
     """
     path = os.environ.get(EXPERIMENT_VARIABLE)
     if not path:
@@ -56,7 +59,10 @@ MEASURING_KEYS = frozenset({MEASURING_KEY, SETTINGS_KEY, AROUND_FIT_KEY})
 
 
 def is_measuring(hparams: Mapping[str, Any]) -> bool:
-    """Return whether a trial of the autotuner (dsat) only measures its speed."""
+    """Return whether the hyperparameters belong to a trial that only measures speed.
+
+    The autotuner (dsat) starts such trials.
+    """
     return bool(hparams.get(MEASURING_KEY))
 
 

@@ -45,8 +45,8 @@ PROGRESS_PERIOD_S = 1.0  # minimum time between writes of progress; the last pro
 class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does not follow determined
     """Writes a trial's reports into a run directory; thread-safe.
 
-    Only the chief may report metrics. Progress, status and early exit are not written for other ranks, because user code may
-    report them on every rank.
+    Only the chief may report metrics. User code may report progress, status and early exit on every rank. Only the chief's
+    reports are written to files.
 
     Args:
         metric: the searcher metric; None without one.
@@ -80,10 +80,10 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         self._progress_written_at_s = -math.inf
 
     def rewind_to(self, steps_completed: int) -> int:
-        """Move reports after a batch to ``metrics.superseded.jsonl``; return how many.
+        """Move reports after batch ``steps_completed`` to ``metrics.superseded.jsonl``.
 
-        Call this once, after a checkpoint of batch ``steps_completed`` was restored and before the first report. System metrics
-        are not moved, because training does not repeat them.
+        Call this one time, after a checkpoint of this batch was restored and before the first report. System metrics are not
+        moved, because training does not repeat them. Returns the number of moved reports; 0 on ranks other than the chief.
         """
         if not self._is_chief:
             return 0
@@ -111,7 +111,10 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
             self.cluster.set_status(status)
 
     def report_early_exit(self, reason: core.EarlyExitReason) -> None:
-        """Record why the trial exits early; only the first reason is recorded."""
+        """Record why the trial exits early; later calls record nothing and log a warning.
+
+        With a master, every reason is sent to the master.
+        """
         known = self.get_early_exit()
         if known is not None:
             logger.warning("early exit %s was reported before; %s is ignored", known, reason)
@@ -121,7 +124,10 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
             self.cluster.report_early_exit(reason)
 
     def note_steps(self, num_steps: int, num_skipped: int) -> None:
-        """Record how many optimizer steps the engines have made and how many skipped."""
+        """Record the engines' numbers of optimizer steps and of skipped optimizer steps.
+
+        ``num_steps`` includes the skipped steps.
+        """
         self._update_status({"optimizer_steps": num_steps, "skipped_steps": num_skipped})
 
     def note_telemetry(self, totals: Mapping[str, Any]) -> None:
@@ -191,9 +197,10 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
     def report_system_metrics(
         self, group: str, metrics: Mapping[str, Any], report_time: datetime.datetime, node_idx: int
     ) -> None:
-        """Append a node's averaged system metrics (node -> metric -> value) to a file.
+        """Append one node's system metrics to a file of reports.
 
-        The chief appends to ``metrics.jsonl``, other ranks to ``metrics.node<n>.jsonl``. Ranks: the first of each node.
+        The chief appends to ``metrics.jsonl``, other ranks to ``metrics.node<n>.jsonl``; n is ``node_idx``. ``metrics`` maps
+        node -> metric -> average value. Ranks: the first of each node.
         """
         row = {
             "group": group,
@@ -247,7 +254,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
             self.flush_progress()
 
     def flush_progress(self) -> None:
-        """Write the latest progress now, if it is not written yet."""
+        """Write the latest progress to its file; a no-op if that is already written."""
         with self._writing:
             if not self._progress_is_pending:
                 return
@@ -275,7 +282,8 @@ def _is_beyond(row: Mapping[str, Any], steps_completed: int) -> bool:
 def repair_reports(run_directory: RunDirectory, *, is_chief: bool) -> None:
     """Prepare a run directory for a new attempt; a no-op unless ``is_chief``.
 
-    Repairs incomplete last lines of the files of reports. Removes the last attempt's status and telemetry files.
+    Removes the last attempt's status and telemetry files. In ``metrics.jsonl`` and ``metrics.superseded.jsonl``, removes an
+    incomplete last line.
     """
     if not is_chief:
         return

@@ -15,7 +15,7 @@ FinalState = Literal["completed", "stopped", "failed"]
 
 Group: TypeAlias = Literal["training", "validation", "telemetry"]
 
-_EXACT_INTEGERS = 2**53  # larger integers are not exact as floats, as which loggers store numbers
+_EXACT_INTEGERS = 2**53  # larger integers lose digits as floats, and loggers store numbers as floats
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Report:
 class Logger(Protocol):
     """Stores the reports of one run in another system.
 
-    All methods are called on one background thread and may block. If ``log`` raises an error, a warning is logged once, and
+    All methods are called on one background thread and may block. If ``log`` raises an error, one warning is logged, and
     ``log`` is still called with later reports.
     """
 

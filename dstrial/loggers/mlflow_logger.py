@@ -1,4 +1,7 @@
-"""Log to an MLflow tracking server or SQLite file; a tag identifies a resumed run."""
+"""Log to an MLflow tracking server, or to an SQLite file.
+
+An MLflow run's tag ``RUN_TAG`` has dstrial's run id, by which a resumed run finds its MLflow run.
+"""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def _described(error: BaseException, name: str) -> str:
 
 
 class RunLoggers:
-    """Passes a run's metrics to its loggers; ends the loggers at the end of the block."""
+    """Context manager that passes a run's metrics to its loggers; ends them on exit."""
 
     takes_telemetry = True
 
@@ -179,7 +179,10 @@ class RunLoggers:
         self.begin(logged_run(runtime))
 
     def begin(self, run: LoggedRun) -> None:
-        """Start all loggers on a run; wait up to ``begin_s`` seconds for them."""
+        """Start all loggers on a run; wait until each logger's ``begin`` returns or fails.
+
+        The wait ends after ``begin_s`` seconds in total.
+        """
         # Restore random states afterwards, because loggers may draw random numbers.
         before = RngState.read()
         self._threads = [LoggerThread(name, made, run, capacity=self._capacity) for name, made in self._made]
@@ -223,7 +226,7 @@ class RunLoggers:
         )
 
     def end(self, state: FinalState) -> None:
-        """End all loggers; wait up to ``end_s`` seconds for them. Idempotent."""
+        """End all loggers; wait up to ``end_s`` seconds in total. Idempotent."""
         threads, self._threads = self._threads, []
         for thread in threads:
             thread.end(state)
@@ -235,7 +238,7 @@ class RunLoggers:
 def loggers_of(context: DeepSpeedTrialContext, *, is_test: bool = False) -> RunLoggers:
     """Return the loggers in a trial's experiment config.
 
-    There are none on ranks above 0, in test runs, and in trials that the autotuner (dsat) measures.
+    There are no loggers on ranks above 0, in test runs, and in trials that the autotuner (dsat) measures.
     """
     runtime = runtime_of(context)
     specs: Sequence[LoggerSpec] = logger_specs(runtime.exp_conf)
@@ -302,6 +305,9 @@ def _run_directory(runtime: TrialRuntime, info: Any) -> RunDirectory | None:
 
 
 def _all_runs(directory: RunDirectory, name: str) -> Path:
-    """Return the directory with one subdirectory of runs per experiment."""
+    """Return the directory that contains the runs of all experiments.
+
+    If the parent of ``directory`` is not named after experiment ``name``, return the path of ``directory``.
+    """
     parent = directory.path.parent
     return parent.parent if parent.name == experiment_slug(name) else directory.path

@@ -19,8 +19,8 @@ from dstrial.loggers.logger import FinalState, LoggedRun, Report
 
 logger = logging.getLogger("dstrial.loggers")
 
-_INIT_TIMEOUT_S = 20.0  # for W&B's server to answer when a run begins
-_FINISH_TIMEOUT_S = 25.0  # for the upload of the last reports
+_INIT_TIMEOUT_S = 20.0  # timeout for W&B's server to answer when a run begins
+_FINISH_TIMEOUT_S = 25.0  # timeout for the upload of the last reports
 _DEFAULT_SERVER = "https://api.wandb.ai"
 _NOT_IN_PROJECT = re.compile(r"[/\\#?%:]")
 _MAX_PROJECT_CHARS = 128

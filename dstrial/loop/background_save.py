@@ -1,6 +1,6 @@
 """Complete checkpoint saves in a background thread, after queued metric reports.
 
-Determined's client sends metrics from a queue, but registers checkpoints at once. A checkpoint is therefore registered only
+Determined's client sends metrics from a queue, but registers checkpoints immediately. A checkpoint is therefore registered only
 after all queued metrics were sent; otherwise, if the process died, the master could have a checkpoint without its metrics.
 """
 
@@ -50,7 +50,7 @@ class SaveStatus:
 
 
 class SaveJob:
-    """Writes and registers one checkpoint in a thread; its state is already copied.
+    """Writes and registers one checkpoint in a thread, from a copy of the state.
 
     Args:
         batches_trained: finished batches when the state was copied.
@@ -76,7 +76,10 @@ class SaveJob:
             self.error = error
 
     def wait(self) -> None:
-        """Wait until the save has ended, without a timeout: each step of a save has one."""
+        """Wait until the save has ended or failed.
+
+        The wait needs no timeout, because each step of a save has a timeout.
+        """
         while self._thread.is_alive():
             self._thread.join(_LOG_WAITING_S)
             if self._thread.is_alive():
@@ -107,8 +110,8 @@ def complete_manifest(
 ) -> None:
     """Write a checkpoint's manifest; add its SHA-256 to ``metadata``. Ranks: rank 0.
 
-    ``parts`` has for each rank file -> manifest entry of the files that the rank hashed. ``layouts`` has for each engine how its
-    state is split over ranks.
+    ``parts`` has one mapping per rank: file name -> manifest entry, for the files that the rank has hashed. ``layouts`` has one
+    item per engine: how the engine's state is split over ranks.
     """
     files = {name: entry for part in parts for name, entry in part.items()}
     steps = int(metadata["steps_completed"])

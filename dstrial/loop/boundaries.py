@@ -126,7 +126,7 @@ class LoopSettings:
     Attributes:
         trial_id: id of the trial, which its checkpoints record; 0 without a cluster.
         max_validation_rounds: maximum number of ``evaluate_batch`` calls per validation; None for no limit.
-        is_rewrite: whether only to save ``latest_checkpoint`` again in the current rank layout, without training.
+        is_rewrite: if true, ``fit`` does not train, and only saves ``latest_checkpoint`` again in the current rank layout.
         saves_in_background: whether checkpoints are written while training continues.
         reports_epochs: whether metrics are also reported at the end of every epoch.
     """
@@ -172,8 +172,7 @@ class FitResult:
         checkpoint_uuid: the newest checkpoint that this call wrote; None without one.
         checkpoint_path: the directory of ``checkpoint_uuid``; None on a cluster and in object storage.
         skipped_steps: number of optimizer steps, of all engines, that were skipped because gradients were not finite.
-        run_path: the run directory, which ``dstrial.runs`` reads; None on a cluster; without a launcher,
-            only rank 0 has it.
+        run_path: the run directory, for ``dstrial.runs``; None on a cluster and, without a launcher, on ranks above 0.
         metrics: newest metrics of ``training`` and ``validation`` that this call reported; empty except on rank 0.
     """
 
@@ -218,16 +217,17 @@ def next_due(
     batches_total: int,
     epoch_length: int | None,
 ) -> int:
-    """Return the next batch count at which ``due`` may return an action.
+    """Return the next batch count after ``batches_trained`` at which to call ``due``.
 
-    At every earlier count ``due`` returns nothing. The result is at most the end of the current epoch.
+    At the counts in between, ``due`` returns no action. The result is at most ``batches_total`` and at most the
+    end of the current epoch.
     """
     found = batches_total
     if epoch_length is not None:
         found = min(found, (batches_trained // epoch_length + 1) * epoch_length)
     for period in periods.values():
         if period is not None and period.unit == "batches":
-            every = period.every or 1  # `positions` has no order, and is asked after each batch
+            every = period.every or 1  # `positions` is unordered, so it is checked after each batch
             found = min(found, (batches_trained // every + 1) * every)
     return found
 
@@ -272,9 +272,10 @@ def searcher_length(searcher: Mapping[str, Any], global_batch_size: int) -> pyto
 
 
 def asks_for_checkpoint(policy: str, now: Any, best_before: float | None, *, smaller_is_better: bool) -> bool:
-    """Return whether a checkpoint policy wants a checkpoint after a validation.
+    """Return whether the checkpoint policy requires a checkpoint after a validation.
 
-    ``now`` and ``best_before`` are the searcher metric's new and best earlier values, which only policy ``best`` uses.
+    Policy ``all`` always does, policy ``none`` never. Policy ``best`` does if the searcher metric ``now`` is better than
+    ``best_before``, the best earlier value. NaN is never better; any number is better than None or NaN.
     """
     if policy != "best":
         return policy == "all"

@@ -4,9 +4,9 @@ A checkpoint directory contains ``model<i>/`` (engines, or files of the trial's 
 rank's counters, random states, unreported metrics, reducers, callbacks), ``load_data.json`` (configuration),
 ``manifest.json`` (layout; size and checksum of every file) and, written last, the completion marker.
 
-Pickle files with only plain values and classes of ``safe_load.LISTED`` are always loaded. Other pickle files can run code, and
-are loaded only if something vouches for the checkpoint: this account's signature in the manifest, the manifest's SHA-256 that
-the trial has reported to the master, or the same SHA-256 in the user's ``data.dstrial.trust_checkpoint_code``.
+Pickle files with only plain values and classes of ``safe_load.LISTED`` are always loaded. Other pickle files can run code. They
+are loaded only if one of these vouches for the checkpoint: a signature of this user account in the manifest; the manifest's
+SHA-256 in the master's metadata of the checkpoint; the same SHA-256 in the user's ``data.dstrial.trust_checkpoint_code``.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ class CheckpointLoader:
         """Load a checkpoint, except random states; see ``restore_random_states``.
 
         Args:
-            uuid: the checkpoint's uuid; without a master also the checkpoint's directory.
+            uuid: the checkpoint's uuid; without a master, the path of the checkpoint's directory is accepted too.
             expected_epoch_length: batches per epoch of the current training loader.
             expected_records: records per batch over all ranks of the current training loader; None if unknown.
 
         Returns:
-            (The ``loop_state`` that was passed to ``CheckpointSaver.save``, whether the run continues.) The run does not
-            continue if another trial wrote the checkpoint. Then only weights are loaded, the loop state is empty, and batches
+            (loop state, whether the run continues). The loop state was passed to ``CheckpointSaver.save``. If another trial
+            wrote the checkpoint, the run does not continue: only weights are loaded, the loop state is empty, and batches
             count from 0.
 
         Ranks: all, collectively.
@@ -207,9 +207,10 @@ class CheckpointLoader:
     def _reshape_rank_state(
         self, path: pathlib.Path, state: dict[str, Any], saved_size: int, source: int
     ) -> None:
-        """Convert a saved ``dstrial_rank<r>.pt`` in place to this run's rank layout.
+        """Convert the content of ``dstrial_rank<r>.pt`` to this run's rank layout.
 
-        ``source`` is the saved rank whose random states this rank continues.
+        ``state``, the content, is changed in place. ``saved_size`` is the number of ranks that wrote the checkpoint. ``source``
+        is the saved rank whose random states this rank continues. If that rank was not saved, ``random_states`` becomes None.
         """
         # The files are memory-mapped, because only a small part of other ranks' state is used.
         states = [read_rank_state(path, rank, trusts_code=self._is_trusted) for rank in range(saved_size)]
@@ -275,10 +276,10 @@ def settle_optimizer_settings(
     *,
     is_chief: bool,
 ) -> None:
-    """Keep the loaded optimizer settings, or restore this run's; warn of differences.
+    """Keep the loaded optimizer settings, or restore this run's settings.
 
-    This run's settings are restored if ``data.dstrial.override_optimizer`` is true. ``before`` is the result of
-    ``optimizer_settings`` before the load; ``label`` names the engine in the warning.
+    This run's settings are restored if ``data.dstrial.override_optimizer`` is true. If the settings differ, the chief logs a
+    warning. ``before`` is the result of ``optimizer_settings`` before the load; ``label`` names the engine in the warning.
     """
     overrides = dstrial_section(exp_conf).get("override_optimizer") is True
     found = differing_settings(engine, before, overrides=overrides)
@@ -315,9 +316,10 @@ def _require_same_data(
 def rescale_micro_batches(
     loop_state: Mapping[str, Any], saved: Sequence[Layout], now: Sequence[Layout]
 ) -> dict[str, Any]:
-    """Return ``loop_state`` with ``micro_batches_drawn`` counted in this run's size.
+    """Return ``loop_state`` with ``micro_batches_drawn`` converted to this run.
 
-    ``saved`` and ``now`` are the layouts of the checkpoint's and of this run's engines, which contain the micro batch sizes.
+    A batch may have more or fewer micro batches in this run; the number of batches stays the same. ``saved`` and ``now`` are
+    the layouts of the checkpoint's and of this run's engines. If ``saved`` is empty, nothing is converted.
 
     Raises:
         CheckpointLayoutError: the number of records read is not a whole number of this run's micro batches.
@@ -415,7 +417,10 @@ def trusts_code(
 
 
 def _files_not_in_manifest(root: pathlib.Path, listed: Sequence[str]) -> list[str]:
-    """Return files that the manifest does not list and a resume might unpickle."""
+    """Return the files outside the manifest that a resume might unpickle.
+
+    ``listed`` has the files in the manifest. Without a manifest, the result is empty.
+    """
     if not (root / MANIFEST_NAME).is_file():
         return []
     present = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
@@ -436,7 +441,7 @@ def checkpoint_digest(root: pathlib.Path, names: Sequence[str]) -> str:
 def _voucher(
     context: core.Context, uuid: str, root: pathlib.Path, digest: str, exp_conf: Mapping[str, Any] | None
 ) -> str | None:
-    """Return log text on who or what vouches for a checkpoint's code; None if nothing."""
+    """Return log text on why a checkpoint's code is trusted; None if it is untrusted."""
     if dstrial_section(exp_conf).get(TRUST_KEY) == digest:
         return f"data.dstrial.{TRUST_KEY} says so"
     if not (root / MANIFEST_NAME).is_file():

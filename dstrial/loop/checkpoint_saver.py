@@ -165,7 +165,9 @@ class CheckpointSaver:
         layouts: Sequence[Mapping[str, Any]],
         metadata: dict[str, Any],
     ) -> _Copied:
-        """Copy this rank's state; without background saving, write the files at once.
+        """Copy this rank's state for the background thread.
+
+        Without background saving, or if callbacks read the files, the files are written immediately.
 
         Ranks: all, collectively.
         """
@@ -236,10 +238,10 @@ class CheckpointSaver:
     def _complete(
         self, block: contextlib.ExitStack, channel: core.DistributedContext, copied: _Copied
     ) -> None:
-        """Write and hash the files, write the manifest, and exit the block of the store.
+        """Write and hash the files, write the manifest, then upload and register all.
 
-        Exiting the ``store_path`` context ``block`` uploads and registers the checkpoint. Ranks: all, collectively; communication
-        is only on ``channel``.
+        The upload and registration happen when ``block``, the context of ``store_path``, is exited. Ranks: all, collectively;
+        communication is only on ``channel``.
         """
 
         def describe(error: Exception) -> str:
@@ -285,13 +287,14 @@ class CheckpointSaver:
     # ---- outcome of a save ---------------------------------------------------------------------------
 
     def status(self) -> SaveStatus | None:
-        """Return how far this rank's save is; None if no save is in progress."""
+        """Return whether this rank's save has ended or failed; None without a save."""
         return None if self._job is None else self._job.status
 
     def settle(self, statuses: Sequence[SaveStatus | None]) -> None:
-        """Finish the save if it has ended on all ranks; a no-op while any rank writes.
+        """Finish the save if it has ended on all ranks; raise an error if it has failed.
 
-        ``statuses`` has the result of ``status()`` of every rank.
+        If no rank has failed and a rank still writes, the call is a no-op. ``statuses`` has the result of ``status()`` of every
+        rank.
 
         Raises:
             CheckpointError: the save has failed on another rank. This rank's own error is raised unchanged.

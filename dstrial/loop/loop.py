@@ -180,8 +180,8 @@ class TrainingLoop:
     def _train(self) -> StopReason | None:
         """Train the remaining batches; return why training stopped early, or None.
 
-        Between two events the loop neither communicates nor synchronises a device. The first event is after the first batch.
-        Stop requests are polled at sync points; with a single rank, after every batch.
+        The loop communicates and synchronises devices only after some batches: the first, those at which an action is due, and
+        sync points. Stop requests are polled at sync points; with a single rank, after every batch.
         """
         runtime, progress, window = self._runtime, self._progress, self._window
         batches_total, profiler = self._batches_total, self._context.profiler
@@ -251,10 +251,10 @@ class TrainingLoop:
         begin_phase(FIRST_BATCH)
 
     def _observe_first_batch(self) -> tuple[Callable[..., Any], Callable[[], None]]:
-        """Return ``train_batch`` for the first batch, and the function to call afterwards.
+        """Return ``train_batch`` for the first batch, and a function to call afterwards.
 
-        The wrapped ``train_batch`` measures the batch, and raises an error if ZeRO drops gradients. The function reports the
-        first batch's time and accepts stop signals; all ranks call it, collectively.
+        The returned ``train_batch`` measures the batch, and raises an error if ZeRO drops gradients. The function reports the
+        first batch's time and enables stop signals. Ranks: all call the function, collectively.
         """
         began_s, stepped_before = time.monotonic(), self._adapter.micro_batches_stepped
         train_batch: Callable[..., Any] = self._trial.train_batch
@@ -489,7 +489,10 @@ class TrainingLoop:
     # ---- set-up --------------------------------------------------------------------------------------
 
     def _build_loaders(self) -> TrainingStream:
-        """Build the loaders; set the epoch length of all ranks. Ranks: all, collectively."""
+        """Build the loaders; return the training stream. Ranks: all, collectively.
+
+        Sets the epoch length, on which all ranks agree. Without validation data, validation is disabled.
+        """
         context, runtime, settings = self._context, self._runtime, self._settings
         must_read = runtime.mpu.should_build_data_loader
         checks_disabled = runtime.repro_checks_disabled
@@ -549,7 +552,10 @@ class TrainingLoop:
             )
 
     def _restore(self, stream: TrainingStream) -> Mapping[str, Any]:
-        """Load the latest checkpoint; return its loop state. Ranks: all, collectively."""
+        """Load the latest checkpoint; return its loop state. Ranks: all, collectively.
+
+        Without a checkpoint, or with one of another trial, the loop state is empty.
+        """
         latest = self._settings.latest_checkpoint
         if latest is None:
             return {}

@@ -1,7 +1,7 @@
 """Receivers (sinks) of reported metrics, and the thread that writes reports.
 
 Writing a report can take longer than training a batch. Therefore a background thread of rank 0 (the chief) writes the reports in
-order, each once. If the thread fails, all ranks raise an error at their next sync point.
+order, each exactly once. If the thread fails, all ranks raise an error at their next sync point.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ Amount: TypeAlias = torch.Tensor | float
 def _amount_of(value: Any) -> Amount | None:
     """Return a number, or the mean of an array or tensor; None for other values.
 
-    A tensor on an accelerator stays there, with a storage of its own and without synchronisation.
+    The mean of a tensor on an accelerator is a new tensor there, computed without synchronising the device.
     """
     if isinstance(value, torch.Tensor):
         if value.is_cpu:
@@ -120,7 +120,7 @@ def _finite(amount: Amount) -> Amount:
 
 
 def losses_among(names: Iterable[str]) -> list[str]:
-    """Return the metric names that contain "loss"; all names if none does."""
+    """Return the metric names that contain "loss"; all names if no name does."""
     all_names = list(names)
     return [name for name in all_names if "loss" in name.lower()] or all_names
 

@@ -60,14 +60,14 @@ class _Streak:
 class NonFiniteGuard:
     """Raises an error or warns after ``patience`` consecutive bad reports.
 
-    A report is bad if no loss is finite on any rank, if no engine took an optimizer step, or if an engine skipped all of its
-    steps.
+    A report is bad if no loss is finite on any rank. A report is also bad if no engine took an optimizer step, or if an engine
+    skipped all of its steps. Skipped steps are good while dynamic loss scaling reduces a loss scale.
 
     Args:
         mode: ``fail`` raises an error, ``warn`` logs a warning, ``ignore`` does nothing.
         patience: number of consecutive bad reports that cause the error or the warning.
         counts: step counts of every engine before the first batch of this process.
-        is_resumed: whether batches were trained before a resume; their losses and steps count as good.
+        is_resumed: whether the run was resumed; then earlier losses and steps count as good.
     """
 
     def __init__(

@@ -131,7 +131,7 @@ class ReportExchange:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of training since ``start_clock`` or since the last exchange began."""
+        """Seconds since the last call of ``start_clock``, which ``exchange`` also calls."""
         return time.monotonic() - self._mark_s
 
     def submit_progress(self) -> None:
@@ -161,7 +161,9 @@ class ReportExchange:
         return [wrapped for wrapped in self._runtime.wrapped_reducers if wrapped.for_training]
 
     def exchange(self, *, reports: bool) -> StopReason | None:
-        """Exchange with all ranks, report if ``reports``; return why to stop, or None.
+        """Exchange payloads and stop requests; return the reason to stop, or None.
+
+        If ``reports`` is true, the metrics of all ranks are also combined and reported.
 
         Raises:
             NonFiniteError: losses or steps fail the checks of ``guard``.
@@ -311,7 +313,10 @@ class ReportExchange:
             kept.note_telemetry(totals)
 
     def _raise_unwritten(self, failures: Sequence[str | None]) -> None:
-        """Raise an error if any rank has failed to write a report."""
+        """Raise an error if any rank has failed to write a report.
+
+        ``failures`` has for each rank the failure as text, or None.
+        """
         if not any(failures):
             return
         error = self.writer.take_error()

@@ -53,9 +53,10 @@ class RunState:
         return [adapter.layout(gather) for adapter in self.runtime.adapters]
 
     def layouts_to_save(self) -> list[dict[str, Any]]:
-        """Return ``layouts()`` as JSON, with checksums of parameters that are not saved.
+        """Return ``layouts()`` as JSON values, to save in a checkpoint.
 
-        Checksums are computed again only if other parameters are frozen than at the last call. Ranks: all, collectively.
+        If the config leaves frozen parameters out of checkpoints, the layouts have checksums of these parameters. The checksums
+        are computed again only if the set of frozen parameters has changed. Ranks: all, collectively.
         """
         layouts = self.layouts()
         if leaves_out_frozen(self.runtime.exp_conf):
@@ -75,7 +76,7 @@ class RunState:
 
 
 class Snapshot:
-    """A copy of metric reducers' attributes, to which ``restore`` sets them back.
+    """A copy of metric reducers' attributes; ``restore`` writes the copy back.
 
     Attributes that cannot be copied (locks, process groups, models, the context) are kept by reference.
     """

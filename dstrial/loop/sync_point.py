@@ -19,9 +19,10 @@ from dstrial.visible_text import cut_text
 
 T = TypeVar("T")
 
-INTERVAL_S = 5.0  # intended time between sync points, which a stop request may have to wait
+INTERVAL_S = 5.0  # intended time between sync points; a stop request takes effect at the next one
 
-# Maximum factor between two distances, so that one fast batch does not postpone the next sync point by minutes.
+# The number of batches between sync points grows by at most this factor at a time. Otherwise, one fast batch could delay the
+# next sync point by minutes.
 _MAX_GROWTH = 8
 
 
@@ -47,7 +48,8 @@ class SyncResult:
 class SyncPoints:
     """Schedules sync points after the same batches on all ranks, and runs them.
 
-    The first sync point is after the first batch. Rank 0 chooses each distance, in batches, from the duration of batches.
+    The first sync point is after the first batch. At each one, rank 0 chooses the number of batches to the next, from
+    the measured time per batch.
 
     Args:
         stop_request: function that returns this rank's reason to stop, or None. The function must be fast, because it is called

@@ -36,7 +36,7 @@ def _mixed_seed(*parts: int) -> int:
 
 
 class ShuffledOrder:
-    """Shuffles all record indices for each epoch, determined by (seed, epoch)."""
+    """Maps an epoch to all record indices, shuffled with a seed of (seed, epoch)."""
 
     def __init__(self, num_records: int, seed: int) -> None:
         self._num_records = num_records
@@ -61,10 +61,10 @@ class _TensorSequence(Sequence[int]):
 
 
 class SamplerOrder:
-    """The record order of a user's sampler, per epoch.
+    """Maps an epoch to the items of a user's sampler.
 
-    Because a sampler may have state, all epochs from 0 on are sampled. Each epoch starts from random states seeded by
-    (seed, epoch).
+    Because a sampler may have state, earlier epochs are sampled too, even if a run resumes in a later epoch. Each epoch starts
+    from random states seeded by (seed, epoch).
     """
 
     def __init__(self, sampler: Any, seed: int) -> None:
@@ -74,7 +74,11 @@ class SamplerOrder:
         self._newest: list[Any] = []
 
     def __call__(self, epoch_idx: int) -> Sequence[Any]:
-        """Return the sampler's items of one epoch; calls must be in order of epochs."""
+        """Return the sampler's items of one epoch.
+
+        Raises:
+            DataError: the epoch is before that of the previous call.
+        """
         if epoch_idx == self._next_epoch - 1:
             return self._newest
         if epoch_idx < self._next_epoch:
@@ -152,8 +156,9 @@ class BatchGeometry:
 class GlobalBatches:
     """The records of each global batch (one optimizer step of all replicas).
 
-    If an epoch's last records do not fill a batch, ``keep_tail`` makes them a smaller batch, divided as evenly as possible; a
-    micro batch that would be empty repeats a record of this batch. Otherwise the records are dropped in this epoch.
+    An epoch's last records may not fill a batch. With ``keep_tail``, these records become a smaller batch, divided as evenly as
+    possible; a micro batch that would be empty repeats a record of this batch. Without ``keep_tail``, these records are dropped
+    in this epoch.
     """
 
     def __init__(self, order: EpochOrder, num_records: int, geometry: BatchGeometry, keep_tail: bool) -> None:

@@ -110,7 +110,7 @@ class LoaderPasses(Iterator[Any]):
         self._items = iter(self._loader)
 
     def _read_to_end(self) -> None:
-        """Read the loader to its end, which resets it; warn if it exceeds ``__len__``."""
+        """Read the loader to its end, so that it resets; warn if longer than ``__len__``."""
         assert self._items is not None
         with random_state_kept():
             drawn = 0
@@ -277,7 +277,7 @@ def random_state_kept() -> Iterator[None]:
 
 
 def digest(item: Any) -> int | None:
-    """Return a checksum of a micro batch's tensors, numbers and texts.
+    """Return a checksum of a micro batch's tensors, numbers and strings.
 
     None if the micro batch contains none of these.
     """
@@ -309,10 +309,10 @@ def _leaves(item: Any) -> Iterator[bytes]:
 
 
 def reading_problems(gathered: Sequence[tuple[int, int | None]]) -> list[str]:
-    """Return warnings if training loaders are sharded wrongly.
+    """Return warnings about wrongly sharded training loaders; empty without problems.
 
-    Replicas must read different records, and the ranks of one replica the same records. ``gathered`` has for each rank
-    (index of its replica, checksum of its first micro batch or None).
+    Replicas must read different records, and the ranks of one replica the same records. ``gathered`` has for each rank (index
+    of its replica, checksum of its first micro batch or None).
     """
     readers = [(rank, replica, found) for rank, (replica, found) in enumerate(gathered) if found is not None]
     problems = []
@@ -344,16 +344,17 @@ def reading_problems(gathered: Sequence[tuple[int, int | None]]) -> list[str]:
 def position_for(
     saved: Sequence[Mapping[str, Any]], division: tuple[int, int, int], replica: int, mode: ResumeMode
 ) -> tuple[Mapping[str, Any], ResumeMode]:
-    """Return the position and the mode with which ``LoaderPasses.restore`` continues.
+    """Return (position, mode), the arguments for ``LoaderPasses.restore``.
 
     Args:
-        saved: positions from the checkpoint: that of this rank or, if the rank layout has changed, those of all saved ranks.
+        saved: positions from the checkpoint: this rank's or, if the rank layout has changed, those of all saved ranks.
         division: (replicas, micro batches per batch, records per micro batch) of this run.
         replica: index of this rank's replica.
-        mode: ``data.dstrial.resume_data``; ``restart`` is replaced by ``exact`` if ``division`` has not changed.
+        mode: ``data.dstrial.resume_data``. If ``division`` has not changed, ``exact`` is returned instead of ``restart``.
 
     Raises:
-        DataError: ``division`` has changed, and ``mode`` cannot convert the positions. Every rank raises the same error.
+        DataError: ``division`` has changed, and the positions cannot be converted as ``mode`` requires. Every rank raises the
+            same error.
     """
     first = saved[0]
     written = tuple(first["division"])

@@ -1,6 +1,6 @@
 """Build torch loaders that read a user's data set with reproducible random states.
 
-Settings are those of a ``determined.pytorch.DataLoader``, except its sharding, which depends on the number of ranks.
+The settings of a ``determined.pytorch.DataLoader`` apply, except the sharding, which depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ def _record_number(record: Any) -> int:
 
 
 class _WorkerStart:
-    """Worker init function; ``get_worker_info().dataset`` becomes the user's data set."""
+    """Worker init function that hides ``SeededRecords`` from the user's code.
+
+    Sets ``get_worker_info().dataset`` to the user's data set, then calls the user's ``worker_init_fn``.
+    """
 
     def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
         self._worker_init_fn = worker_init_fn

@@ -60,9 +60,9 @@ class CountingIterator:
 
 
 class TrainingStream:
-    """Reads this rank's training records; ``loader`` is None on ranks that read none.
+    """Reads this rank's training records.
 
-    ``notes`` has sentences for the log, for example about dropped records.
+    ``loader`` is None on ranks that read no records. ``notes`` has sentences for the log, for example about dropped records.
     """
 
     def __init__(
@@ -97,7 +97,10 @@ class TrainingStream:
             self.passes = self._in_passes(loader_length(self._loader))
 
     def _in_passes(self, length: int | None) -> LoaderPasses:
-        """Return repeated passes over the user's own loader; set ``epoch_length``."""
+        """Return an iterator that repeats the user's own loader; set ``epoch_length``.
+
+        ``length`` is the loader's number of micro batches. If it is None, ``epoch_length`` stays None.
+        """
         if length is None:
             return LoaderPasses(self._loader, None, 0, self._rank)
         self.epoch_length, rest = divmod(length, self._micro_batches_per_batch)
@@ -156,8 +159,8 @@ class TrainingStream:
     def open(self, drawn: int, saved: Sequence[Mapping[str, Any]] = ()) -> CountingIterator | None:
         """Return an iterator over the micro batches after the first ``drawn``.
 
-        None on a rank without loader. ``saved`` has the ``positions()`` in the checkpoint: that of this rank or, if the rank
-        layout has changed, those of all saved ranks.
+        None on a rank without loader. ``saved`` has ``positions()`` from the checkpoint: this rank's position or, if the rank
+        layout has changed, the positions of all saved ranks.
 
         Raises:
             DataError: the position of a user's own loader cannot be restored.

@@ -35,8 +35,8 @@ def round_of(sizes: Sequence[int], is_ragged: bool) -> ValidationRound:
 def unplanned_sizes(num_micro_batches: int, per_round: int) -> list[tuple[int, bool]]:
     """Divide micro batches of unknown size into validation rounds.
 
-    Returns (number of micro batches, whether they may be smaller than the loader's batch size) per round. Only the last micro
-    batch may be smaller; it forms a round of its own.
+    Returns for each round: (number of micro batches, whether a micro batch may be smaller than the loader's batch size). Only
+    the last micro batch may be smaller, and is a separate round.
     """
     full_rounds, rest = divmod(num_micro_batches - 1, per_round)
     sizes = [per_round] * full_rounds + ([rest] if rest else [])
@@ -124,7 +124,7 @@ class ValidationStream:
         """Yield each round of this replica with an iterator over its micro batches.
 
         The iterator is None on a rank without loader. ``agreed`` is the validation set's size, on which all ranks have
-        agreed. If it is in micro batches, the length of this rank's own loader is used instead.
+        agreed. If this size is in micro batches, the length of this rank's loader is used instead.
         """
         if agreed.num_records is not None and agreed.records_per_micro_batch is not None:
             yield from self._planned(agreed.num_records, agreed.records_per_micro_batch)
@@ -153,7 +153,7 @@ class ValidationStream:
             yield validation_round, items
 
     def _unplanned(self, num_micro_batches: int) -> Iterator[tuple[ValidationRound, Iterator[Any] | None]]:
-        """Yield rounds whose micro-batch sizes are known only after reading."""
+        """Yield rounds like ``rounds``, if micro-batch sizes are known only after reading."""
         items = None
         if isinstance(self._loader, pytorch.DataLoader):
             items = self._read(self._dealt_batches())

@@ -32,7 +32,7 @@ _CLOUD_FIELDS = (  # fields of a resource pool in a cloud, empty here
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Usage:
-    """How the slots are used now, read in one snapshot of the database."""
+    """Which slots are disabled or in use, read in one snapshot of the database."""
 
     # Id of a disabled slot, or ``agent_key`` of a disabled node -> whether its running work may finish (drain).
     disabled: Mapping[int, bool]
@@ -187,9 +187,10 @@ def list_agents(connection: Connection, request: ApiRequest) -> dict[str, Any]:
 
 
 def _switch(tx: Transaction, request: ApiRequest, slot_id: int, what: str) -> _Usage:
-    """Enable or disable a slot or a whole node; return the usage after the change.
+    """Enable or disable a slot or node, as the route's path says; return the usage.
 
-    ``slot_id`` is a slot's id, or ``agent_key`` of a node. ``what`` names it in the logs of tasks that it stops.
+    ``slot_id`` is a slot's id, or ``agent_key`` of a node. ``what`` names the slot or node in the logs of tasks that are
+    stopped.
     """
     if request.route.path.endswith("/enable"):
         jobs.enable_slot(tx, slot_id)

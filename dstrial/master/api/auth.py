@@ -30,7 +30,7 @@ _MAX_LINK_BYTES = 1024  # body with a login link's code
 
 _DAY_US = 24 * 3600 * 1_000_000
 _MAX_DAYS = 36500  # longest lifespan of an access token
-_DEFAULT_DAYS = 30  # its lifespan if the client sends none
+_DEFAULT_DAYS = 30  # lifespan of an access token if the client sends none
 _UNLIMITED = "-1"  # the client's lifespan of a token that never expires
 _HOURS = re.compile(r"(\d{1,7})h")
 

@@ -149,7 +149,7 @@ def delete_checkpoints(tx: Transaction, request: ApiRequest) -> None:
 def remove_files(tx: Transaction, request: ApiRequest) -> None:
     """Enqueue a background job that deletes files of checkpoints.
 
-    The job deletes files whose paths match a pattern of ``checkpointGlobs``. Without patterns, it only updates the stored
+    The job deletes files whose paths match a pattern of ``checkpointGlobs``. Without patterns, the job only updates the stored
     file lists from the storage.
     """
     globs = request.body().texts("checkpointGlobs") or []
@@ -193,7 +193,7 @@ def set_metadata(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 def list_metrics(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     """Return the metric reports of trials that use a checkpoint.
 
-    A trial that starts from a checkpoint or evaluates it reports that to the master (``report_source``).
+    A trial uses a checkpoint if it starts from or evaluates the checkpoint; the trial reports this use with ``report_source``.
     """
     uuid, group = request.path_params["checkpoint_uuid"], request.query("metricGroup") or None
     kind = request.query_choice("trialSourceInfoType", bindings.v1TrialSourceInfoType)
@@ -270,7 +270,8 @@ async def _archive(directory: Path, stack: contextlib.ExitStack) -> AsyncIterato
 def preview_gc(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     """Return an experiment's checkpoints that a retention policy would delete.
 
-    The policy is in the query: how many checkpoints to keep of the experiment's and of each trial's best, and of the latest.
+    The query has the policy: the numbers of checkpoints to keep of the experiment's best, of each trial's best, and of each
+    trial's latest.
     """
     experiment = experiments.require(connection, request.path_params["experiment_id"])
     policy = checkpoint_gc.Policy(
@@ -314,7 +315,8 @@ _COLUMNS = {
 def list_checkpoints(connection: Connection, request: ApiRequest) -> dict[str, Any]:
     """Return a page of checkpoints, sorted by an attribute or a validation metric.
 
-    Sorted by a metric, the best checkpoint comes first by default. Checkpoints without a value always come last.
+    If sorted by a metric, the best checkpoint comes first by default. Checkpoints without the attribute or metric always come
+    last.
     """
     sort_by = request.query_choice("sortByAttr", bindings.checkpointv1SortBy)
     metric = request.query("sortByMetric")

@@ -1,6 +1,6 @@
 """Routes of ``det command`` and ``det tensorboard``.
 
-The module ``tasks`` uses its functions for generic tasks (``det task create``).
+The module ``tasks`` uses functions of this module for generic tasks (``det task create``).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ async def validated_command(
 async def workspace_of(request: ApiRequest, workspace_id: int | None) -> int:
     """Return the id of the workspace for a new command.
 
-    Without ``workspace_id`` it is the default workspace, 1. Raises HTTP 400 if the workspace is archived.
+    If ``workspace_id`` is None or 0, the default workspace, 1, is used. Raises HTTP 400 if the workspace is archived.
     """
     row = await request.services.read(workspaces.require, workspace_id or projects.DEFAULT_ID)
     if row.is_archived:

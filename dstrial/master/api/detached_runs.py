@@ -76,7 +76,7 @@ def start_trial(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 
 @writes
 def patch_trial(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
-    """Record a detached run's state or, if the request has none, its heartbeat."""
+    """Record a detached run's state, or its heartbeat if the request has no state."""
     trial_id = request.path_params["trial_id"]
     state = request.body().choice("state", bindings.trialv1State)
     detached_runs.set_state(tx, trial_id, None if state is None else state.removeprefix("STATE_"))

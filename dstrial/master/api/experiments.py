@@ -71,11 +71,11 @@ def validated_submission(
         services: the master's services.
         config: the experiment config, as YAML text.
         tgz: the model definition, as tar.gz; may be empty.
-        resumed: the checkpoint from which the first trial starts.
+        resumed: the checkpoint from which the first trial starts; None to start without a checkpoint.
         template: supplies keys that the config lacks.
         storage: the workspace's ``checkpoint_storage``, which supplies keys that the config lacks.
         is_detached: whether a script of the user runs the trials, so that slots and interpreter do not matter.
-        document: the parsed ``config``, modified in place; None parses it here.
+        document: the parsed ``config``, which is modified in place; if None, the function parses ``config``.
         active: the complete config of an experiment to continue, from which ``config`` was made.
 
     Raises:
@@ -175,7 +175,7 @@ async def _experiments_json(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prepared:
-    """A validated submission of an experiment, and what is needed to store it."""
+    """Result of ``prepare``: a validated submission, and other values for storing it."""
 
     submission: Submission
     tgz: bytes  # model definition
@@ -270,9 +270,10 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
 
 
 async def create_detached(request: ApiRequest, body: Fields, external_id: str | None) -> dict[str, Any]:
-    """Create an experiment whose trials a script runs, or find it by ``external_id``.
+    """Create an experiment whose trials a script runs, or return an existing one.
 
-    ``external_id`` is an id that the script chose, or None. Returns the fields of ``v1CreateExperimentResponse``.
+    ``external_id`` is an id that the script chose, or None. An experiment with this id is returned instead of a new one. The
+    result has the fields of ``v1CreateExperimentResponse``.
     """
     services = request.services
     config, project_id = body.text("config") or "", body.integer("projectId")
@@ -300,9 +301,9 @@ def _files(body: Fields) -> list[Any]:
 
 
 def _parse_with_template(config: str, template: Mapping[str, Any] | None) -> tuple[Document, dict[str, Any]]:
-    """Parse a YAML config; return it, and its values merged over the template's.
+    """Return the parsed YAML config, and its values merged over the template's.
 
-    The values are empty if the config is not a mapping.
+    If the config is not a mapping, the values are {}.
     """
     document = read_yaml_text(config, LABEL)
     if not isinstance(document.value, dict):
@@ -315,7 +316,10 @@ def _unmask_secrets(
     template: Mapping[str, Any] | None,
     parent: experiment_rows.Experiment | None = None,
 ) -> str:
-    """Replace masks in a YAML config by secrets of its template or parent experiment."""
+    """Return a YAML config in which secrets replace their masks.
+
+    The secrets are those of the template and of ``parent``, the experiment whose config the user may have copied.
+    """
     if MASK not in config:
         return config
     sources: list[Any] = []
@@ -415,7 +419,7 @@ async def show_experiment(request: ApiRequest) -> dict[str, Any]:
 def _resumed_run(connection: Connection, experiment_id: int) -> SavedRun | None:
     """Return the checkpoint from which an experiment's only trial would resume.
 
-    None if the trial has none, or if the experiment has several trials.
+    None if the trial has no checkpoint, or if the experiment does not have exactly one trial.
     """
     trials = trial_rows.of_experiment(connection, experiment_id)
     return resume.of_trial(connection, trials[0]) if len(trials) == 1 else None
@@ -437,7 +441,7 @@ def _prepare_continued(
 ) -> tuple[Submission | None, bool]:
     """Validate a request to continue an experiment with the YAML changes ``override``.
 
-    Returns the new submission, None for a detached experiment, and whether ``override`` changes anything.
+    Returns (submission, whether ``override`` changes anything). The submission is None for a detached experiment.
     """
     with services.database.read() as connection:
         row = experiment_rows.require(connection, experiment_id)

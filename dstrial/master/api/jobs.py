@@ -38,10 +38,9 @@ def entries(connection: Connection) -> list[Entry]:
 
 
 def engine_jobs(services: Services, connection: Connection, entry: Entry) -> str:
-    """Return text on the Slurm or Ray jobs of a queue entry, in brackets.
+    """Return text on a queue entry's Slurm or Ray jobs; "" if there are no such jobs.
 
-    The text begins with a space, so that it can follow the entry's name. It is empty if there are no such
-    jobs.
+    The text is in square brackets. It begins with a space, because it is appended to the entry's name.
     """
     if services.engine is None:
         return ""
@@ -59,9 +58,9 @@ def engine_jobs(services: Services, connection: Connection, entry: Entry) -> str
 def _job_json(services: Services, entry: Entry, num_ahead: int, jobs_text: str) -> dict[str, Any]:
     """Return a queue entry as ``v1Job``, with ``jobs_text`` appended to its name.
 
-    ``num_ahead`` is the number of entries before it in the queue.
+    ``num_ahead`` is the number of queue entries before this entry.
     """
-    own: dict[str, Any]  # the name is the only free-text column of ``det job list``
+    own: dict[str, Any]  # ``jobs_text`` is in the name, the only free-text column of ``det job list``
     if isinstance(entry, commands.CommandInfo):
         own = {
             "entityId": entry.task_id,

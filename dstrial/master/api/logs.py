@@ -70,7 +70,10 @@ def require_task(connection: Connection, task_id: str) -> tasks.Task:
 
 
 def _is_over(connection: Connection, wanted: logs.LogFilter, *, is_detached: bool) -> bool:
-    """Return whether a log is complete: all tasks that write to it have ended."""
+    """Return whether a log is complete: all tasks that write to the log have ended.
+
+    A detached run's log is complete ``_LATE_S`` seconds later, because the run sends its last lines late.
+    """
     before_us = now_us() - int(_LATE_S * 1e6) if is_detached else now_us()
     return tasks.is_over(connection, wanted.trial_id, wanted.task_id, before_us)
 

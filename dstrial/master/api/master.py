@@ -23,7 +23,7 @@ from dstrial.master.store.database import SqlError, ping
 
 CLUSTER_NAME = "dstrial"
 
-_FOLLOW_PERIOD_S = 0.3  # between two reads of the log file
+_FOLLOW_PERIOD_S = 0.3  # interval of reads of the log file
 _CHUNK_LINES = 1000  # lines per read
 # Time, level and message of a line of the master's log; lines of a traceback do not match.
 _LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}) ([A-Z]+) (.*)", re.DOTALL)
@@ -115,7 +115,7 @@ async def patch_config(request: ApiRequest) -> dict[str, Any]:
 async def stream_logs(request: ApiRequest) -> Stream:
     """Stream the master's log from line ``offset`` on.
 
-    A negative offset counts from the end.
+    A negative offset counts from the end. If the query has ``follow``, the stream continues with new lines.
     """
     offset, limit = request.query_int("offset") or 0, request.query_int("limit") or 0
     if limit < 0:
@@ -150,7 +150,7 @@ class _LogReader:
         self._level = "LOG_LEVEL_INFO"
 
     def skip_to(self, offset: int) -> None:
-        """Skip ``offset`` lines or, if it is negative, all but the last ``-offset`` lines."""
+        """Skip ``offset`` lines; if negative, skip all but the last ``-offset`` lines."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:

@@ -72,9 +72,9 @@ def _given_fields(body: Fields, texts: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _given_workspace_id(connection: Connection, body: Fields) -> int | None:
-    """Return the id of the workspace that a request names, or None if it names none.
+    """Return the id of the workspace that a request names; None without a workspace.
 
-    Raises InvalidError if the workspace is archived.
+    Raises ``InvalidError`` if the workspace is archived.
     """
     name, number = body.text("workspaceName"), body.integer("workspaceId")
     if not name and not number:

@@ -87,7 +87,10 @@ def create_project(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 
 
 def _editable_project(connection: Connection, request: ApiRequest, verb: str) -> projects.ProjectInfo:
-    """Return the project in the path; raise HTTP 403 if the user may not change it."""
+    """Return the project in the path; raise HTTP 403 if the user may not change it.
+
+    Raises ``InvalidError`` for the default project, which never changes; ``verb`` is the rejected change in the message.
+    """
     row = projects.require(connection, request.path_params["project_id"])
     projects.refuse_immutable(row, verb)
     require_owner(request.user, row.owner_id, f"project {row.name!r}")

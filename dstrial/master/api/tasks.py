@@ -181,9 +181,10 @@ async def _config_of(
 async def _context_tgz(
     request: ApiRequest, body: Fields, forked_from: str | None, parent_id: str | None
 ) -> bytes:
-    """Return a new task's files as tar.gz, uploaded or copied.
+    """Return a new task's files as tar.gz: uploaded files, or those of another task.
 
-    Files are copied from the parent if the request says ``inheritContext``, else from the forked task.
+    Without an upload, the files are copied from task ``parent_id`` if the request says ``inheritContext``, else from task
+    ``forked_from``. If ``forked_from`` is None, there are no files.
     """
     services = request.services
     files = [dict(file) for file in body.field_list("contextDirectory") or []]
@@ -220,7 +221,8 @@ def show_config(connection: Connection, request: ApiRequest) -> dict[str, Any]:
 def kill(tx: Transaction, request: ApiRequest) -> None:
     """Kill a task and its child tasks; with ``killFromRoot``, its whole tree of tasks.
 
-    A COMPLETED or CANCELED task is rejected, as in Determined 0.38.1 (KillGenericTask, "cannot cancel task … as it is in state").
+    The request is rejected if the task is COMPLETED or CANCELED, and its child tasks have ended too. Source: Determined 0.38.1,
+    KillGenericTask ("cannot cancel task … as it is in state").
     """
     task_id = commands.require(tx.connection, request.path_params["task_id"]).task_id
     if request.body().flag("killFromRoot"):

@@ -223,7 +223,7 @@ def report_source(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 async def preemption_signal(request: ApiRequest) -> dict[str, Any]:
     """Wait (long poll) until the allocation is asked to stop or has ended.
 
-    ``preempt`` in the response is true then, and false if the request's timeout comes first.
+    The response's ``preempt`` is true in these cases, and false if the request's timeout ends first.
     """
     allocation_id = request.path_params["allocation_id"]
     timeout_s = request.query_int("timeoutSeconds") or 0
@@ -281,7 +281,7 @@ async def report_metrics(request: ApiRequest) -> dict[str, Any]:
 
 
 def report_time_us(text: str | None) -> int:
-    """Return a report's time in microseconds since the epoch; now if it has none."""
+    """Return a report's time in microseconds since the epoch; now if ``text`` is None."""
     if text is None:
         return now_us()
     try:
@@ -318,8 +318,8 @@ async def _reports(services: Services, trial_ids: list[int], group: str) -> Asyn
 def report_json(row: metrics.Report, group: str | None) -> dict[str, Any]:
     """Return a report of metrics as ``v1MetricsReport``.
 
-    ``group`` is the metric group that the request names. If it is None, a validation report has its values under
-    ``avg_metrics`` too.
+    ``group`` is the metric group in the request. If ``group`` is None, a validation report has its values under both
+    ``validation_metrics`` and ``avg_metrics``.
     """
     keys = ["validation_metrics" if row.group_name == "validation" else "avg_metrics"]
     if group is None and keys != ["avg_metrics"]:

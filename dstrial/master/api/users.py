@@ -140,9 +140,9 @@ async def patch_user(request: ApiRequest) -> dict[str, Any]:
 
 
 def _password(body: Fields) -> str | None:
-    """Return a request's new password as salted SHA-512, or None if it has none.
+    """Return the salted SHA-512 of a request's new password; None without a password.
 
-    Raises HTTP 400 if it is blank.
+    With ``isHashed``, the client has hashed the password already. Raises HTTP 400 if the password is empty.
     """
     password = body.text("password")
     if password is None:

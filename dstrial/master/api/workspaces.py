@@ -126,7 +126,10 @@ def create_workspace(tx: Transaction, request: ApiRequest) -> dict[str, Any]:
 
 
 def _editable_workspace(connection: Connection, request: ApiRequest, verb: str) -> workspaces.WorkspaceInfo:
-    """Return the workspace in the path; raise HTTP 403 if the user may not change it."""
+    """Return the workspace in the path; raise HTTP 403 if the user may not change it.
+
+    Raises ``InvalidError`` for the default workspace, which never changes; ``verb`` is the rejected change in the message.
+    """
     row = workspaces.require(connection, request.path_params["workspace_id"])
     workspaces.refuse_immutable(row, verb)
     require_owner(request.user, row.owner_id, f"workspace {row.name!r}")

@@ -113,7 +113,7 @@ class AllocationRequest:
     addresses: tuple[str, ...] = ("127.0.0.1",)  # all nodes of the allocation, in rank order
     node_rank: int = 0
     slot_counts: tuple[int, ...] = ()  # number of slots on each node; empty if there is only one node
-    # environment variables; those of any other source override them
+    # environment variables; a variable of the same name from any other source takes precedence
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -179,7 +179,10 @@ class Output:
 
 
 class SlotsGoneError(MasterError):
-    """Raised if an allocation lost its slots before its start; not a trial's failure."""
+    """Raised if an allocation lost its slots before its start.
+
+    The error does not count as a failure of the trial.
+    """
 
 
 Key: TypeAlias = int | str
@@ -202,7 +205,7 @@ class ResourceRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why Slurm or Ray cannot run a job, as an error in the experiment's config."""
+    """Why Slurm or Ray cannot run a job, as the parts of an error message."""
 
     key: str  # dotted path in the config
     got: str  # the config's value at ``key``, for users
@@ -213,13 +216,13 @@ class Refusal:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """Slots, failures and log messages by trial or command, from ``Backend.request``."""
+    """Result of ``Backend.request``: slots, failures and log messages."""
 
-    # requests that have got slots: their slot ids in rank order
+    # trial or command -> ids of the slots that its request was granted, in rank order
     slots: Mapping[Key, Sequence[int]] = dataclasses.field(default_factory=dict)
-    # requests that fail because their jobs have failed too often, with the reason
+    # trial or command -> why its request fails: too many of its jobs have failed
     refused: Mapping[Key, str] = dataclasses.field(default_factory=dict)
-    # new messages for waiting requests, each once
+    # trial or command -> new message for its log; each message is returned in one answer only
     messages: Mapping[Key, str] = dataclasses.field(default_factory=dict)
 
 
@@ -237,8 +240,8 @@ class Backend(Protocol):
     def request(self, requests: Iterable[ResourceRequest]) -> Answer | None:
         """Return slots for waiting requests; None if the master itself assigns the slots.
 
-        ``requests`` are those of all waiting trials and commands, the most urgent first. The scheduler calls the method at each
-        poll, even without requests, because Slurm and Ray jobs are submitted and cancelled here.
+        ``requests`` has a request for each waiting trial and command, the most urgent first. The scheduler calls the method at
+        each poll, even without requests, because this method submits and cancels Slurm and Ray jobs.
         """
         del requests
         return None
@@ -246,18 +249,18 @@ class Backend(Protocol):
     def unsatisfiable_reasons(self, request: ResourceRequest) -> Sequence[Refusal]:
         """Return why Slurm or Ray would reject a request.
 
-        Empty if it would be accepted, or if Slurm or Ray does not answer. May block for some seconds.
+        Empty if the request would be accepted, or if Slurm or Ray does not answer. May block for some seconds.
         """
         del request
         return ()
 
     def job_text(self, key: Key) -> str:
-        """Return the state of a trial's or command's Slurm or Ray job; "" if it has none."""
+        """Return the state of a trial's or command's Slurm or Ray job; "" without a job."""
         del key
         return ""
 
     def leaving_reason(self, run: RunRef) -> str | None:
-        """Return why an allocation will soon lose its slots; None if it will not."""
+        """Return why an allocation will soon lose its slots; None otherwise."""
         del run
         return None
 
@@ -310,7 +313,7 @@ class Backend(Protocol):
     def kill(self, run: RunRef, *, leaves_record: bool = True) -> None:
         """Kill an allocation's processes; its supervisors record the exit, then end.
 
-        With ``leaves_record=False``, the supervisors are killed, too, and the allocation counts as lost. This is for a full
+        With ``leaves_record=False``, the supervisors are killed, too, and the allocation counts as lost. Use this on a full
         disk, on which no supervisor can write its record.
         """
 
@@ -320,7 +323,7 @@ class Backend(Protocol):
     def begin(self) -> None:
         """Connect to the nodes; may block for some seconds.
 
-        The scheduler calls the method once ``find`` has been called for all running allocations. If the method raises, the
+        The scheduler calls the method after ``find`` has been called for all running allocations. If the method raises, the
         scheduler calls it again after a backoff.
         """
 

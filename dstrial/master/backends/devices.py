@@ -34,10 +34,10 @@ class Slot:
 
 
 def find_slots(num: int | None = None) -> tuple[Slot, ...]:
-    """Return a slot per accelerator of this machine, or per CPU core if it has none.
+    """Return a slot per accelerator of this machine; without any, a slot per CPU core.
 
-    With ``DS_ACCELERATOR=cpu``, all slots are CPU slots. ``num`` sets the number of slots. CPU slots may exceed the number
-    of cores. With ``DSTRIAL_SHARE_DEVICE=1``, several slots may share an accelerator.
+    With ``DS_ACCELERATOR=cpu``, all slots are CPU slots. ``num`` overrides the number of slots. There may be more CPU slots
+    than cores and, with ``DSTRIAL_SHARE_DEVICE=1``, more slots than accelerators.
 
     Raises:
         MasterError: ``num`` is negative, or exceeds the number of accelerators while slots may not share them.
@@ -62,7 +62,7 @@ def find_slots(num: int | None = None) -> tuple[Slot, ...]:
 
 
 def shared_slots(accelerators: Sequence[Slot], num: int) -> tuple[Slot, ...]:
-    """Return ``num`` slots that share fewer accelerators, assigned round-robin."""
+    """Return ``num`` slots on a smaller number of accelerators, assigned round-robin."""
     logger.warning(
         "%s=1: %d slots of %d devices. Ranks that share a device train over gloo, through host memory: that is for tests and "
         "small experiments.",

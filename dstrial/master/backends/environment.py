@@ -149,7 +149,7 @@ def trial_environment(
 
 
 def tracebacks_directory(allocation_directory: Path, trial_id: int) -> Path:
-    """Return the directory of a trial's tracebacks, which is kept with the experiment."""
+    """Return the directory of a trial's tracebacks, which outlives the allocation."""
     return allocation_directory.parent.parent / "tracebacks" / f"trial_{trial_id}"
 
 
@@ -228,9 +228,9 @@ def _device_variables(request: AllocationRequest, env: Mapping[str, str]) -> dic
 
 
 def user_variables(config: Mapping[str, Any], kind: str = "cpu") -> dict[str, str]:
-    """Return the variables that a config's ``environment_variables`` set.
+    """Return name -> value of the variables in a config's ``environment_variables``.
 
-    ``kind`` is the kind of the trial's devices (cpu, cuda, rocm), for which the config may set others.
+    The config may have one list of variables, or a list for each kind of device. ``kind`` (cpu, cuda, rocm) selects the list.
     """
     given = (config.get("environment") or {}).get("environment_variables") or []
     if isinstance(given, Mapping):

@@ -67,7 +67,8 @@ _SIGNALS = {
 def explain_exit(exit_code: int, signal_number: int | None = None) -> str | None:
     """Return the meaning of an exit code; None for 0 and for ordinary codes like 1.
 
-    If a signal ended a rank, the code is 128 + signal (shells), or -signal modulo 256 (Determined's ``pid_client``).
+    If ``signal_number`` is None, the signal is derived from the code: 128 + signal (shells), or -signal modulo 256
+    (Determined's ``pid_client``).
     """
     if signal_number is None and 256 - exit_code in _SIGNALS:
         signal_number = 256 - exit_code  # a negative code, truncated to eight bits
@@ -85,9 +86,9 @@ def explain_exit(exit_code: int, signal_number: int | None = None) -> str | None
 def first_traceback(lines: Iterable[tuple[int | None, str]]) -> str | None:
     """Return the traceback that best shows why a trial failed, or None.
 
-    The first traceback of the best kind is returned, with chained tracebacks. The kinds are, best first: ranks' own errors;
-    ranks that only lost the connection to another rank; launchers. Without any traceback, a launcher's error message is
-    returned. ``lines`` are (rank or None, text) in print order.
+    The result is the first traceback of the best kind, with the tracebacks that are chained to it. The kinds are, best first: a
+    rank's own error; a rank's lost connection to another rank; a launcher's error. Without any traceback, a launcher's error
+    message is returned. ``lines`` are (rank or None, text) in print order.
     """
     printed: dict[int | None, list[tuple[int, str]]] = {}
     for number, (rank, text) in enumerate(lines):
@@ -113,7 +114,8 @@ def explain_failure(lines: Iterable[tuple[int | None, str]], traceback: str | No
     """Return which rank failed, why and where, in one line; None if unknown.
 
     For example ``rank 1: KeyError: 'label' (model_def.py:12, in __getitem__)``. ``traceback`` is the result of
-    ``first_traceback`` for the same ``lines``.
+    ``first_traceback`` for the same ``lines``. If no launcher reported the failed rank, the result explains ``traceback``
+    without a rank.
     """
     rank: str | None = None
     report: list[str] = []
@@ -131,7 +133,10 @@ def explain_failure(lines: Iterable[tuple[int | None, str]], traceback: str | No
 
 
 def _in_one_line(lines: Sequence[str]) -> str:
-    """Return the last traceback's message and innermost user frame, in one line."""
+    """Return a traceback's message and innermost user frame, in one line.
+
+    ``lines`` may have several tracebacks, of which the last counts. Without a traceback, the first non-empty line is returned.
+    """
     start = next((i for i in reversed(range(len(lines))) if lines[i].startswith(_TRACEBACK)), None)
     if start is None:
         return next(line for line in lines if line)

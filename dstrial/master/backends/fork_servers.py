@@ -32,7 +32,8 @@ _SHELL_CHARACTERS = frozenset("|&;<>()$`\\\"'*?[]#~=%!{}\n")  # characters that 
 def forkable_words(command: Sequence[str], environment: Mapping[str, str], python: str) -> list[str] | None:
     """Return the arguments after ``python`` in a command; None if no fork can run it.
 
-    A fork can run a command that trains a trial class. ``sh -c TEXT`` is treated as TEXT if TEXT has no shell syntax.
+    A fork can run a command that trains a trial class with the interpreter ``python``. A command ``sh -c TEXT`` is treated as
+    TEXT if TEXT has no shell syntax.
     """
     words = list(command)
     if len(words) == 3 and words[:2] == ["sh", "-c"] and not _SHELL_CHARACTERS & set(words[2]):
@@ -111,7 +112,10 @@ class ForkServers:
         return pid, ""
 
     def poll(self, *, is_busy: bool) -> None:
-        """End fork servers past their idle timeout; ``is_busy`` restarts the timeout."""
+        """End fork servers past their idle timeout; write the status file.
+
+        With ``is_busy`` (any allocation runs), no fork server counts as idle, and all timeouts restart.
+        """
         now_s = time.monotonic()
         for found in list(self._running):
             if is_busy:

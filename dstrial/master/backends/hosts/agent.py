@@ -72,7 +72,10 @@ def _in_background(run: Callable[..., object], *arguments: object, **options: ob
 
 
 class Agent:
-    """Runs a master's allocations on this host. ``hello``: the master's first message."""
+    """Runs a master's allocations on this host.
+
+    ``hello`` is the master's first message, which contains the settings of the agent.
+    """
 
     def __init__(self, hello: Mapping[str, Any]) -> None:
         self._hello = hello

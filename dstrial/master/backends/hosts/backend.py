@@ -1,4 +1,4 @@
-"""Run allocations on other machines; those without slots on the master's machine."""
+"""Run allocations with slots on other machines, others on the master's machine."""
 
 from __future__ import annotations
 
@@ -93,7 +93,10 @@ class LinkedBackend(Backend, abc.ABC):
         return run.directory if on_node == run.allocated[0] else run.directory / f"node-{on_node.node_id}"
 
     def _remote_runs(self, run: RunRef) -> list[tuple[HostLink | None, RemoteRun]]:
-        """Return an allocation's (link, state) per node; link None if the node is gone."""
+        """Return (link, state) for each node of an allocation.
+
+        If the node is gone, the link is None, and the state is a lost allocation.
+        """
         found: list[tuple[HostLink | None, RemoteRun]] = []
         for on_node in run.allocated:
             link = self._link_to(run, on_node)
@@ -124,7 +127,7 @@ class LinkedBackend(Backend, abc.ABC):
     def observe(self, run: RunRef) -> AllocationExit | None:
         """Return how an allocation ended; None until it has ended on all nodes.
 
-        If a node failed, the allocation is killed on the others. The first failure decides the exit.
+        If a node failed, the allocation is killed on the other nodes. The first failure decides the exit.
         """
         if run.is_on_own_node:
             return self._local.observe(run)
@@ -165,7 +168,7 @@ class LinkedBackend(Backend, abc.ABC):
     def begun_checkpoints(self, run: RunRef) -> list[str]:
         """Return uuids of checkpoints that an allocation began to save and did not report.
 
-        A host's agent reports them at the allocation's exit, so those of a lost host are missing.
+        A host's agent reports such checkpoints at the allocation's exit, so checkpoints of a lost host are missing.
         """
         found = {uuid for output in self.outputs(run) for uuid in begun_checkpoints(output.directory)}
         return sorted(found)
@@ -266,7 +269,7 @@ def _combined_exit(
     Args:
         ended: the allocation's state on each node.
         cause: the state on the node that failed first; if none failed, on the node that ended last.
-        terminating: exit of an unreachable node because of which the allocation was killed, else None.
+        terminating: exit of the unreachable node because of which the allocation was killed; None if there is none.
     """
     exits = [remote.exit for remote in ended if remote.exit is not None]
     exit_ = terminating or cause.exit or exits[-1]

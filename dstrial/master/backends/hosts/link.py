@@ -50,7 +50,7 @@ _RETRY_S = 1.0  # interval of attempts to connect
 _RECONNECT_GRACE_S = 4.0  # time after a disconnect before a host is lost: only its agent may have ended
 _HELLO_TIMEOUT_S = 30.0  # timeout of an agent's start, which imports dstrial
 _LEAVE_S = 2.0  # timeout for an agent to delete its files
-_SILENT_END_S = 2 * BEAT_S  # after so long without a heartbeat, the host may run on without a network
+_SILENT_END_S = 2 * BEAT_S  # time without a heartbeat after which the host may be up without a network
 _MARGIN_S = 2.0  # delay after a lease's end until its allocations are lost: supervisors poll the lease
 _KILLED = 137  # exit code of SIGKILL in a shell
 _ORPHAN_NOTICE = (
@@ -99,7 +99,7 @@ class HostLink:
     Args:
         notify: wakes the scheduler; called from any thread.
         slot_ids: cluster-wide ids of ``host.slots``; by default computed from the slots' indices.
-        job_id: id of the Slurm or Ray job, because a node has an agent for each job; "" for a host of a hostfile.
+        job_id: id of the Slurm or Ray job that the agent serves (one agent per job and node); "" for a host of a hostfile.
     """
 
     def __init__(
@@ -211,9 +211,9 @@ class HostLink:
             return notes
 
     def pop_ports(self) -> dict[str, int]:
-        """Return environment variable -> free port of the host, as its agent has chosen.
+        """Return the host's free ports that its agent chose: environment variable -> port.
 
-        The same ports are returned only once: the result is empty until the agent has sent others.
+        Each choice is returned by one call only. Later calls return {} until the agent has sent other ports.
         """
         with self._lock:
             ports, self._ports = self._ports, {}
@@ -227,7 +227,11 @@ class HostLink:
                 self._send({"do": "stop", "id": name})
 
     def kill(self, name: str, *, leaves_record: bool) -> None:
-        """Kill an allocation on the host; if not sent to the agent yet, never start it."""
+        """Kill an allocation on the host; a no-op if it is unknown or has ended.
+
+        An allocation that was not sent to the agent yet ends at once and is never started. ``leaves_record``: see
+        ``Backend.kill``.
+        """
         with self._lock:
             run = self._runs.get(name)
             if run is None or run.exit is not None:
@@ -245,8 +249,8 @@ class HostLink:
     def lost_reason(self) -> str | None:
         """Return why the host is lost; None while it is up or may still reconnect.
 
-        A host that does not answer is lost at once. A host that answers may reconnect for ``_RECONNECT_GRACE_S``, because
-        perhaps only its agent has ended.
+        A host that stops answering is lost at once. After any other disconnect, the host is lost ``_RECONNECT_GRACE_S`` later,
+        because perhaps only its agent has ended.
         """
         with self._lock:
             if self._why_down is None or (
@@ -257,14 +261,17 @@ class HostLink:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the host does not answer; False if it refuses the connection."""
+        """Whether the host is down because it does not answer.
+
+        False if the host is up, or down for another reason, such as a refused connection.
+        """
         return self._was_silent and self._why_down is not None
 
     def lose_all(self, why: str) -> None:
-        """Mark all allocations on the host as lost: their Slurm or Ray job lost the host.
+        """Mark the host's allocations as lost: their Slurm or Ray job lost the host.
 
-        A host that does not answer may be up without a network: its allocations count as lost only when the lease ends and the
-        host kills them.
+        ``why`` is the reason for users. A host that does not answer may be up without a network: its allocations count as lost
+        only when the lease ends and the host kills them.
         """
         with self._lock:
             self._is_released = True
@@ -277,7 +284,7 @@ class HostLink:
                         self._end(run, NodeExit(self.node_id, _KILLED, 9, "lost", why))
 
     def _end_if_lease_over(self, run: RemoteRun) -> None:
-        """Mark an allocation as lost if its host is down past the end of the lease."""
+        """Mark an allocation as lost if its host is down and the lease has ended."""
         # A connection may have extended the lease before its agent has answered.
         newest_s = self._connection.lease_ends_s if self._connection is not None else None
         ends_s = max(self._lease_ends_s, newest_s or 0.0)
@@ -550,5 +557,5 @@ def _log_size(mirror: Path) -> int:
 
 
 def _file_name(name: str) -> str:
-    """Return a path's last part: a host must not write outside the mirror directory."""
+    """Return a path's last part, so that a host cannot write outside the mirror."""
     return Path(str(name)).name
