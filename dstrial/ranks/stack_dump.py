@@ -21,7 +21,7 @@ _kept: list[IO[bytes]] = []
 
 
 def dump_stacks_on_signal() -> None:
-    """Install a handler of ``STACKS_SIGNAL`` that appends this rank's stacks to a file.
+    """Append this rank's stacks to a file at each later ``STACKS_SIGNAL``.
 
     A no-op without dstrial's launcher, which names the file in ``STACKS_FILE_VARIABLE``.
     """

@@ -82,8 +82,8 @@ class StopSignals:
 def noted_signals(*more: signal.Signals) -> Iterator[list[signal.Signals]]:
     """Yield a list of the signals SIGINT, SIGTERM, SIGHUP and ``more`` that arrive.
 
-    Such a signal is appended and has no other effect; the caller polls the list. The block's end restores the previous handlers. For commands that
-    start or follow processes; ranks use :class:`StopSignals`.
+    Such a signal is appended to the list and has no other effect; the caller polls the list. The block's end restores the
+    previous handlers. For commands that start or follow processes; ranks use :class:`StopSignals`.
     """
     noted: list[signal.Signals] = []
 
