@@ -130,7 +130,8 @@ def _hyperparameters(info: Any, given: dict[str, Any] | None) -> dict[str, Any] 
 def _explained_errors(context: DeepSpeedTrialContext, runtime: TrialRuntime) -> Iterator[None]:
     """Add hints to errors that DeepSpeed raises in the block.
 
-    DeepSpeed's assertion on batch sizes is replaced by an error that names the checkpoint's batch sizes.
+    In a resumed run, DeepSpeed's AssertionError about batch sizes is replaced by a ConfigError, which names the checkpoint's
+    batch size.
     """
     try:
         yield
@@ -315,7 +316,8 @@ class Trainer:
     def _checkpoint_to_load(self, asked: str | None) -> str | None:
         """Return the checkpoint to resume from; None for a new run.
 
-        ``asked`` is ``latest_checkpoint`` of ``fit``. Sets ``runtime.steps_completed`` unless the master has provided it.
+        ``asked`` is ``latest_checkpoint`` of ``fit``; if None, the environment may name a checkpoint. Set
+        ``runtime.steps_completed`` from the checkpoint, unless a master has provided the number.
         """
         runtime, info = self._runtime, self._info
         if info is not None and asked is not None:
@@ -338,9 +340,10 @@ class Trainer:
 
 
 def _around_fit(runtime: TrialRuntime) -> contextlib.AbstractContextManager[Any]:
-    """Return the context manager that surrounds training; a no-op unless one is named.
+    """Return the context manager in which ``fit`` trains.
 
-    The hyperparameter ``AROUND_FIT_KEY`` names a function that makes the context manager.
+    The hyperparameter ``AROUND_FIT_KEY`` names a function (``module:function``) that returns the context manager. Without this
+    hyperparameter, the context manager does nothing.
     """
     named = (runtime.hparams or {}).get(AROUND_FIT_KEY)
     if not named:
@@ -351,7 +354,11 @@ def _around_fit(runtime: TrialRuntime) -> contextlib.AbstractContextManager[Any]
 
 
 def _is_switched_on(exp_conf: Mapping[str, Any] | None, key: str) -> bool:
-    """Return the boolean ``data.dstrial.<key>``; True if the key is missing."""
+    """Return the boolean ``data.dstrial.<key>``; True if the key is missing.
+
+    Raises:
+        ValueError: the value is no boolean.
+    """
     asked = dstrial_section(exp_conf).get(key)
     if asked is None:
         return True
@@ -395,8 +402,10 @@ def run_trial(
         trial_class: the user's subclass of ``DeepSpeedTrial``.
         experiment: the experiment config; None under a master, which provides the config.
         run_dir: the run directory; used only without a master.
-        resume: the checkpoint to continue from: a uuid, a directory, or ``latest``.
-        test_mode: train two batches, validate once, save one checkpoint and reload it.
+        resume: the checkpoint to continue from: a uuid, a directory, or ``latest``. Used only without a master, which
+            provides the checkpoint.
+        test_mode: train two batches, validate once, save one checkpoint and reload it. Also switched on by
+            ``DSTRIAL_TEST=1``.
 
     Returns:
         The result of ``Trainer.fit``.
