@@ -183,11 +183,12 @@ class Trainer:
         """Train to ``max_length``; report, validate and checkpoint periodically.
 
         Periods are counted from the start of the run, also after a resume. ``Batch(100)`` means every 100 batches,
-        ``Batch([5, 30])`` only after batches 5 and 30. Training always ends with a validation and a checkpoint.
+        ``Batch([5, 30])`` only after batches 5 and 30. Complete training ends with a validation and a checkpoint. If training
+        stops early, it ends with a checkpoint only.
 
         Args:
-            checkpoint_period: how often to checkpoint.
-            validation_period: how often to validate.
+            checkpoint_period: how often to checkpoint, besides the checkpoints of ``checkpoint_policy``; None for no period.
+            validation_period: how often to validate; None means only at the end.
             max_length: how long to train, ``Batch(int)`` or ``Epoch(int)``. Under a master (of Determined or dstrial), the
                 default is ``searcher.max_length`` or ``max_time`` of the experiment config.
             reporting_period: how often to report training metrics, each time with one call of ``on_training_workload_end``.
@@ -197,7 +198,7 @@ class Trainer:
             latest_checkpoint: uuid of the checkpoint to continue from; without a master, also its directory or ``latest``.
                 Without a master, a uuid is searched for in this run, in runs beside this run, and in the default directory of
                 runs.
-            step_zero_validation: whether to validate before the first batch.
+            step_zero_validation: whether to validate before the first batch of a new run.
             test_mode: train and validate one batch each; not allowed under a master.
             profiling_enabled: whether to collect system metrics of each node until the core context ends; ignored in test mode.
             metric_sinks: objects that also receive the reported metrics; ``fit`` opens and closes them. Not in Determined.

@@ -17,9 +17,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-NUM_CALLS = (
-    32  # maximum number of concurrent method calls; per program, one call of ``read`` waits for output
-)
+NUM_CALLS = 32  # maximum of concurrent method calls; each running program uses one, a waiting ``read``
 # Maximum size of the data in a call. Ray puts answers above 100 KiB (`max_direct_call_object_size`) into its object store.
 PIECE_BYTES = 96 * 1000
 _TRAILING_OUTPUT_S = 2.0  # timeout of output after a program's end: its descendants may hold its pipes open

@@ -83,7 +83,7 @@ class ResumedRun:
 
         Args:
             engine: the engine that DeepSpeed has just created.
-            engine_idx: index of the engine in the order of wrapping. If the checkpoint has fewer engines, nothing is set.
+            engine_idx: index of the engine in the order of wrapping. If the checkpoint has no such engine, nothing is set.
             is_chief: whether this rank logs changed batch sizes.
 
         Returns:

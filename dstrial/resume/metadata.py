@@ -131,7 +131,7 @@ class EngineRecord(EngineArrangement):
     def from_layout(cls, layout: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> EngineRecord:
         """Build a record from a manifest's layout, or from the result of :meth:`to_json`.
 
-        ``more`` has the fields that a layout lacks.
+        ``more`` has the fields that a layout lacks: ``given`` and ``micro_batch_limit``.
 
         Raises:
             KeyError: a value is missing.

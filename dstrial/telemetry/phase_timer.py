@@ -91,9 +91,9 @@ class PhaseTimer:
         return self._timed(phase, call)
 
     def stepped(self, engine: Any) -> None:
-        """Count a batch at the end of a step of ``engine``.
+        """Count a batch at the end of an optimizer step of ``engine``.
 
-        Only one engine's steps are counted: the first engine that steps. A no-op for other engines, or if timing is off.
+        Only steps of the engine that steps first are counted. A no-op for other engines, or if timing is off.
         """
         if not self._is_on:
             return

@@ -73,7 +73,8 @@ class Checkpointable:
     def _load_beside_engines(self, context: DeepSpeedTrialContext, load_path: pathlib.Path) -> None:
         """Load the additional state that a subclass's ``save`` wrote.
 
-        Called instead of ``load`` if the engines' state is resharded, because dstrial then loads the engines. By default a no-op.
+        Called instead of ``load`` if the engines' state is resharded, because dstrial then loads the engines. A no-op by
+        default.
         """
 
 
