@@ -248,8 +248,10 @@ def _share_device(
     DeepSpeed creates is bound to the device, for which gloo lacks ``perform_nocolor_split`` (torch 2.13
     distributed_c10d.py:2057). Gloo's collectives copy CUDA tensors through the host; reduce-scatter is an all-reduce of a copy
     (ProcessGroupGloo.cpp, ``_reduce_scatter_base``). Gloo's ``send`` and ``recv`` would pass the device address to the socket.
-    So ``send`` and ``recv`` of DeepSpeed's backend are replaced by functions that copy through the host. DeepSpeed's own way,
-    ``stage_on_cpu`` (comm/torch.py:137), is wrong with ZeRO 3: it also copies inputs back, and losses differ without an error.
+    So ``send`` and ``recv`` of DeepSpeed's backend are replaced by functions that copy through the host.
+
+    DeepSpeed's ``stage_on_cpu`` (comm/torch.py:137) is not used: it also copies inputs back after ZeRO 3 has changed them, so
+    that losses differ without an error.
     """
     if identity.rank == 0:
         logger.warning(

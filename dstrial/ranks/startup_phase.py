@@ -29,7 +29,7 @@ def begin_phase(text: str) -> None:
 
 
 def end_phases() -> None:
-    """Set this rank's phase to "", because its startup is complete."""
+    """Set this rank's phase to "", which means that the startup has ended."""
     _write({"phase": "", "since_s": time.time()})
 
 

@@ -29,7 +29,7 @@ class RayRefusedError(Exception):
 def require_ray(where: str) -> None:
     """Raise MissingExtraError if Ray is not installed.
 
-    ``where`` is the first word of the message: the option or feature that needs Ray.
+    The message begins with ``where``, the option or feature that needs Ray.
     """
     found = importlib.util.find_spec("ray")
     if found is None or found.origin is None:

@@ -96,8 +96,8 @@ class EngineRecord(EngineArrangement):
     def replica_with(self, section: Any, config: Mapping[str, Any] | None) -> ParallelDims:
         """Return the parallel dimensions of one replica in a resumed run.
 
-        Sizes in the DeepSpeed config take precedence over those in ``data.dstrial``, and these over those in the checkpoint. If
-        the config had a size at the run's start but has none now, the size is 1.
+        Sizes in the DeepSpeed config take precedence over those in ``data.dstrial``, and these over those in the checkpoint. A
+        size that the config had at the run's start, and that neither source has now, is 1.
 
         Args:
             section: the value of ``data.dstrial``; ignored unless a mapping.

@@ -345,7 +345,9 @@ def _fixed_layout_reason(engine: EngineArrangement) -> str | None:
 def plan_load(
     checkpoint: object, saved: Sequence[Layout], now: Sequence[Layout], problems: Sequence[str] = ()
 ) -> list[str]:
-    """Return why state must be resharded, as texts for messages; [] if not needed.
+    """Return how layouts differ if state must be resharded, else [].
+
+    The result has texts for messages: up to three differences, and the number of further differences.
 
     Args:
         checkpoint: the checkpoint's name for messages.
