@@ -312,7 +312,7 @@ class _ClusterSystemMetrics:
     """Sends system metrics of a node from ``NodeProfiler`` to the master.
 
     Uses a separate sender thread. If Determined's shared sender thread fails to send training metrics, the next report of any
-    kind raises the error, also a report of system metrics (0.38.1 ``core/_metrics.py``, ``_maybe_raise_exception``).
+    kind raises the error. This may be a report of system metrics (0.38.1 ``core/_metrics.py``, ``_maybe_raise_exception``).
     """
 
     def __init__(self, core_context: core.Context, info: Any, node_idx: int) -> None:

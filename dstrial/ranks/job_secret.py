@@ -66,8 +66,8 @@ def is_same_tag(given: bytes | memoryview, expected: bytes) -> bool:
 def key_through_file(store: Any, *, is_writer: bool) -> Iterator[bytes]:
     """Share a new random key among the ranks of a machine; yield the key.
 
-    One rank, the writer, puts the key into a file that only this account can read, and the file's name into the store. If
-    another account changes this name in the store, the ranks reject the file or get different keys.
+    One rank, the writer, puts the key into a file that only this account can read. The store tells the other ranks the name of
+    the file. If another account changes this name in the store, the ranks reject the file or get different keys.
 
     Args:
         store: the process group's store, with a prefix that the caller chooses.

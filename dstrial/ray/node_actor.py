@@ -2,8 +2,8 @@
 
 dstrial's agent is the program that runs a trial's ranks on a node. The actor is pickled by value and uses only the standard
 library, so the node needs no dstrial. The actor is detached (``lifetime="detached"``): it lives as long as the job's placement
-group, and a restarted master finds it by name. The actor closes the agent's input only on request. So the agent survives the
-loss of Ray, or of the bridge (the process that connects the master to Ray), until the agent's lease ends.
+group, and a restarted master finds it by name. The actor closes the agent's input only on request. So until its lease ends, the
+agent survives the loss of Ray or of the bridge, the process that connects the master to Ray.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The relay: a local command that forwards stdio of a program on a Ray node.
 
 :class:`dstrial.hosts.connection.HostConnection` starts a relay as it starts ssh. The relay connects to the bridge, which
-requests the program from Ray. Python runs this file as a script, which uses only the standard library, so that a relay needs
-just 10 MB of memory.
+requests the program from Ray. Python runs this file as a script. The script uses only the standard library, so that a relay
+needs just 10 MB of memory.
 """
 
 from __future__ import annotations

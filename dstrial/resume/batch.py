@@ -31,7 +31,7 @@ def keep_batch(
     - The micro batch size is at most ``saved.micro_batch_limit``, or ``config`` sets it.
     - ``config`` sets the micro batch size, or its sizes have changed since the run's start.
 
-    Otherwise the micro batch size is solved. It is the largest divisor of a replica's records per batch that does not exceed
+    Otherwise the micro batch size is solved: the largest divisor of a replica's records per batch, up to a limit. The limit is
     the micro batch size in ``config`` or, if not set, ``saved.micro_batch_limit``.
 
     Args:
@@ -91,7 +91,7 @@ def engine_of(config: Mapping[str, Any], saved: SavedRun, *, is_main: bool) -> E
     """Return the saved engine to which a merged config belongs; None if unknown.
 
     A config belongs to the first engine for which ``is_unchanged`` is true. If there is no such engine, the experiment's main
-    config (``is_main``) belongs to the first engine, and any config belongs to the only engine.
+    config (``is_main``) belongs to the first engine. If the checkpoint has only one engine, any config belongs to it.
     """
     sizes = given_sizes(config)
     for engine in saved.engines:

@@ -72,8 +72,8 @@ def report_metrics(
 ) -> dict[str, Any]:
     """Return the metrics of a telemetry report, over all ranks.
 
-    Times are averaged over the ranks; of memory, the maximum is reported. The value of key ``ranks`` is a dict that maps each
-    metric of time and memory to a list with the values of all ranks.
+    Times are averaged over the ranks; of memory, the maximum is reported. Key ``ranks`` has a dict: metric of time or memory ->
+    list with the values of all ranks.
 
     Args:
         samples: one sample per rank, in the order of the ranks.
