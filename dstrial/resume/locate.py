@@ -96,9 +96,9 @@ def resumption_problems(info: Any, context_dir: Path | None = None) -> list[Conf
 def trial_id_of(info: Any, *, is_mirrored: bool) -> int:
     """Return the trial id that this run's checkpoints record.
 
-    Under a master, this is the trial's id; without a master, ``LOCAL_ID``. Under ``dstrial run`` it is ``LOCAL_ID`` too, so that
-    the run can resume in another experiment. A run that only loads a checkpoint and saves it again (``REWRITE_VARIABLE``)
-    uses the checkpoint's id.
+    Under a master, this is the trial's id; without a master, ``LOCAL_ID``. Under ``dstrial run`` it is ``LOCAL_ID`` too, so
+    that the run can resume in another experiment. A run that only loads a checkpoint and saves it again
+    (``REWRITE_VARIABLE``) uses the checkpoint's id.
 
     Args:
         info: Determined's cluster info; None without a master.
@@ -134,8 +134,8 @@ def resumed_run(
     Return None for a new run, or for a checkpoint of another trial, of which only the weights will be loaded. Also return None
     for an unreadable checkpoint; loading in the ranks then raises the error.
 
-    ``latest_checkpoint`` is a uuid, a directory, or (only without a master) ``latest``. None means the checkpoint of ``info`` or
-    the environment.
+    ``latest_checkpoint`` is a uuid, a directory, or (only without a master) ``latest``. None means the checkpoint of ``info``
+    or the environment.
 
     Ranks: all, collectively.
     """

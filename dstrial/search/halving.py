@@ -226,8 +226,8 @@ class _Halving:
     ) -> list[Create | Stop]:
         """Rank the trial in each rung that the trial has newly reached.
 
-        The trial is stopped if it is not among the best ``1 / divisor`` of a rung, or has reached the highest rung. Then return a
-        ``Stop`` and, if the bracket has another trial, a ``Create`` for that trial. Otherwise return [].
+        The trial is stopped if it is not among the best ``1 / divisor`` of a rung, or has reached the highest rung. Then return
+        a ``Stop`` and, if the bracket has another trial, a ``Create`` for that trial. Otherwise return [].
         """
         if request_id in self._stopped:
             return []
