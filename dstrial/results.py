@@ -33,7 +33,7 @@ class BestCheckpoint:
         uuid: name of the checkpoint, for ``dstrial checkpoint export UUID``.
         batches: number of batches trained before the checkpoint.
         value: validation value of the metric ``searcher.metric`` at this number of batches.
-        path: directory of the checkpoint; None if only the master knows it.
+        path: directory of the checkpoint; None for a trial of a master.
     """
 
     uuid: str
@@ -105,9 +105,10 @@ class Run:
         return min(found, key=lambda one: (sign * one.value, one.batches), default=None)
 
     def plot(self, *names: str) -> Any:
-        """Plot metrics over batches; return matplotlib's ``Axes``.
+        """Plot training and validation metrics over batches in a new figure.
 
-        ``names`` selects metrics; by default those with "loss" in their name and ``searcher.metric`` are plotted.
+        ``names`` selects metrics; by default those with "loss" in their name and ``searcher.metric`` are plotted. Return
+        matplotlib's ``Axes``.
 
         Raises:
             DstrialError: matplotlib is missing, or the master does not run.
@@ -178,13 +179,14 @@ def runs(
     """Return the runs in run directories, or an experiment's trials, newest first.
 
     Args:
-        name: return only runs of experiments with this name; None returns all.
-        experiment: id of an experiment or search of this machine's master; return its trials instead of run directories.
+        name: return only run directories of experiments with this name; None returns all.
+        experiment: id of an experiment or search of this machine's master. Return the trials of this experiment instead of run
+            directories, and ignore ``name`` and ``runs_dir``.
         runs_dir: directory that has the run directories; None means ``$DSTRIAL_RUNS_DIR`` or ``runs``.
-        state_dir: state directory of the master; None means the default.
+        state_dir: state directory of the master; None means the default. Used only with ``experiment``.
 
     Raises:
-        DstrialError: no master runs, or the master has no such experiment.
+        DstrialError: ``experiment`` is set, and no master runs or the master has no such experiment.
     """
     if experiment is not None:
         return _trials(experiment, StateDirectory.choose(None if state_dir is None else str(state_dir)))
@@ -235,7 +237,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _values(specs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters with each ``{type: const, val: x}`` replaced by ``x``."""
+    """Return ``specs`` with each ``{type: const, val: x}`` replaced by ``x``."""
     return {
         name: spec["val"]
         if isinstance(spec, Mapping) and spec.get("type") == "const"

@@ -139,8 +139,8 @@ def process_runtime(
 ) -> Iterator[ProcessRuntime]:
     """Yield the core context, ranks, device and config of this training process.
 
-    The arguments and the set-up are those of :func:`core_context`. With ``defers_signals``, stop signals end the process until
-    the caller calls ``signals.listen()``. Ranks: all, collectively.
+    The arguments and the set-up are those of :func:`core_context`. If ``defers_signals`` is true, stop signals end the process
+    until the caller calls ``signals.listen()``. Ranks: all, collectively.
     """
     if os.environ.get(RUN_DIR_VARIABLE):
         # The launcher or ``dstrial run`` prints each report of the run directory; Determined logs each one, too.
@@ -184,8 +184,8 @@ def _context_of_master(
 ) -> core.Context:
     """Return the core context of a trial under a master, not yet entered.
 
-    Under ``dstrial run``, it also writes to a run directory, which ``stack`` completes. ``info`` is Determined's cluster info.
-    Ranks: all, collectively.
+    Under ``dstrial run``, the context also writes to a run directory, whose files are completed when ``stack`` is closed.
+    ``info`` is Determined's cluster info. Ranks: all, collectively.
     """
     exp_conf = info.trial._config
     storage = external_storage(exp_conf)
@@ -214,7 +214,8 @@ def _context_of_master(
 def _end_process_group(kind: type[BaseException] | None, world_size: int) -> bool:
     """Shut down the process group, unless this rank has failed and other ranks exist.
 
-    The shutdown would hang if other ranks wait in a collective. Always returns False, so that the error propagates.
+    ``kind`` is the class of the error with which this rank fails, or None. After an error, the shutdown could hang, because
+    other ranks may wait in a collective. Always return False, so that the error propagates.
     """
     if kind is None or world_size == 1:
         process_group.shutdown()
@@ -234,9 +235,10 @@ def _run_directory(
     exp_conf: Mapping[str, Any] | None,
     channel: core.DistributedContext,
 ) -> tuple[RunDirectory, bool]:
-    """Return the run directory, and whether this script updates its ``run.json``.
+    """Return (run directory, whether this script updates its file ``run.json``).
 
-    If the script does not, the launcher that started it updates the file. Ranks: all, collectively.
+    A launcher that created the run directory updates the file itself. ``run_dir`` None means the launcher's directory or,
+    without a launcher, a new directory. Ranks: all, collectively.
     """
     launchers = os.environ.get(RUN_DIR_VARIABLE)
     if launchers and (run_dir is None or os.fspath(run_dir) == launchers):
@@ -255,7 +257,7 @@ def _run_directory(
 
 
 def _await_shared(path: str, channel: core.DistributedContext) -> None:
-    """Wait until this machine sees rank 0's run directory.
+    """Wait until rank 0's run directory is visible; a no-op on a single machine.
 
     Raises:
         LaunchError: the directory is not visible after ``_SHARED_S`` seconds.
@@ -272,7 +274,10 @@ def _await_shared(path: str, channel: core.DistributedContext) -> None:
 
 
 def _own_run_directory(path: pathlib.Path | None, exp_conf: Mapping[str, Any] | None) -> RunDirectory:
-    """Create a run directory, or begin a new attempt in the existing run at ``path``."""
+    """Create a run directory, or begin a new attempt in the existing run at ``path``.
+
+    If ``path`` is None, the new directory is below the default directory of runs.
+    """
     if path is not None and path.exists() and not (path.is_dir() and not any(path.iterdir())):
         run = RunDirectory.open(path)
         run.begin_attempt(sys.argv)
@@ -306,8 +311,8 @@ def _end_own_run(run: RunDirectory, kind: type[BaseException] | None, error: Bas
 class _ClusterSystemMetrics:
     """Sends system metrics of a node from ``NodeProfiler`` to the master.
 
-    Uses a sender thread of its own. Determined's shared sender thread raises the error of a failed send at the next report of
-    any kind. An error of training metrics could then be raised here (0.38.1 ``core/_metrics.py``, ``_maybe_raise_exception``).
+    Uses a separate sender thread. If Determined's shared sender thread fails to send training metrics, the next report of any
+    kind raises the error. This may be a report of system metrics (0.38.1 ``core/_metrics.py``, ``_maybe_raise_exception``).
     """
 
     def __init__(self, core_context: core.Context, info: Any, node_idx: int) -> None:

@@ -1,4 +1,4 @@
-"""Create private directories that are deleted at process exit, even after SIGKILL."""
+"""Private directories: scratch space deleted at process exit, and a compile cache."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _DELETE_AT_EOF = 'trap "" INT TERM HUP; read -r _; rm -rf -- "$1"'
 
 
 def compile_cache() -> dict[str, str]:
-    """Return ``{"TORCHINDUCTOR_CACHE_DIR": path}`` with a private directory.
+    """Return ``{"TORCHINDUCTOR_CACHE_DIR": path}``, a private and permanent directory.
 
     The default ``/tmp/torchinductor_<user>`` (torch 2.13 ``_inductor/runtime/cache_dir_utils.py``) is unsafe: another account
-    may create it first. Returns {} if the variable is already set or the directory cannot be created.
+    may create it first. Return {} if the variable is already set or the directory cannot be created.
     """
     if os.environ.get(_CACHE_VARIABLE):
         return {}
@@ -39,8 +39,8 @@ def compile_cache() -> dict[str, str]:
 def scratch_directory(prefix: str) -> Iterator[Path]:
     """Yield a new directory of mode 0700, deleted when the block or the process ends.
 
-    Deleted even after SIGKILL: a shell process waits for the end of a pipe and then deletes the directory. Under a master
-    there is no shell process, because the master deletes the trial's whole temporary directory.
+    Deleted even after SIGKILL: a shell process waits until this process's end closes a pipe, and deletes the directory. Under a
+    master there is no shell process, because the master deletes the trial's whole temporary directory.
     """
     with tempfile.TemporaryDirectory(prefix=prefix) as name, _deletion_after_exit(name):
         yield Path(name)

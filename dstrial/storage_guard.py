@@ -49,10 +49,12 @@ def is_storage_gone(error: BaseException) -> bool:
 
 
 def what_is_there_instead(path: str) -> str | None:
-    """Describe what is at ``path`` if it is no storage; return None for a storage.
+    """Return None if ``path`` is a storage, else a description of what is there.
+
+    A storage is a directory with the file ``STORAGE_MARKER``.
 
     Raises:
-        OSError: this process has too many open files.
+        OSError: this process has too many open files, so that the storage cannot be checked.
     """
     try:
         os.stat(os.path.join(path, STORAGE_MARKER))
@@ -91,9 +93,9 @@ class StorageGuard:
         return os.path.normpath(base_path) == self.root
 
     def note(self, storage_id: str) -> None:
-        """Record that checkpoint ``storage_id`` is being saved.
+        """Record that checkpoint ``storage_id`` is being saved. Best effort: never raises.
 
-        If ``forget`` never follows, the master deletes the checkpoint as incomplete.
+        If the process ends without a call of ``forget``, the master deletes the checkpoint as incomplete.
         """
         if not storage_id or os.sep in storage_id or storage_id in (".", ".."):
             return
@@ -106,7 +108,7 @@ class StorageGuard:
             pass
 
     def forget(self, storage_id: str) -> None:
-        """Delete the record that a checkpoint is being saved; the master knows it now."""
+        """Delete the record of ``note`` after the checkpoint was reported to the master."""
         if storage_id and os.sep not in storage_id:
             try:  # noqa: SIM105 - see the import of contextlib
                 os.unlink(os.path.join(self._notes, storage_id))
@@ -117,7 +119,7 @@ class StorageGuard:
 def guard_of_environment(allocation: str) -> StorageGuard | None:
     """Return a guard of the storage that the variable ``STORAGE_VARIABLE`` names.
 
-    None if the variable is not set. ``allocation`` is the allocation's private directory.
+    Return None if the variable is not set. ``allocation`` is as for ``StorageGuard``.
     """
     root = os.environ.get(STORAGE_VARIABLE, "")
     return StorageGuard(root, allocation) if root else None

@@ -130,7 +130,8 @@ def _hyperparameters(info: Any, given: dict[str, Any] | None) -> dict[str, Any] 
 def _explained_errors(context: DeepSpeedTrialContext, runtime: TrialRuntime) -> Iterator[None]:
     """Add hints to errors that DeepSpeed raises in the block.
 
-    DeepSpeed's assertion on batch sizes is replaced by an error that names the checkpoint's batch sizes.
+    In a resumed run, DeepSpeed's AssertionError about batch sizes is replaced by a ConfigError, which names the checkpoint's
+    batch size.
     """
     try:
         yield
@@ -182,11 +183,12 @@ class Trainer:
         """Train to ``max_length``; report, validate and checkpoint periodically.
 
         Periods are counted from the start of the run, also after a resume. ``Batch(100)`` means every 100 batches,
-        ``Batch([5, 30])`` only after batches 5 and 30. Training always ends with a validation and a checkpoint.
+        ``Batch([5, 30])`` only after batches 5 and 30. Complete training ends with a validation and a checkpoint. If training
+        stops early, it ends with a checkpoint only.
 
         Args:
-            checkpoint_period: how often to checkpoint.
-            validation_period: how often to validate.
+            checkpoint_period: how often to checkpoint, besides the checkpoints of ``checkpoint_policy``; None for no period.
+            validation_period: how often to validate; None means only at the end.
             max_length: how long to train, ``Batch(int)`` or ``Epoch(int)``. Under a master (of Determined or dstrial), the
                 default is ``searcher.max_length`` or ``max_time`` of the experiment config.
             reporting_period: how often to report training metrics, each time with one call of ``on_training_workload_end``.
@@ -196,7 +198,7 @@ class Trainer:
             latest_checkpoint: uuid of the checkpoint to continue from; without a master, also its directory or ``latest``.
                 Without a master, a uuid is searched for in this run, in runs beside this run, and in the default directory of
                 runs.
-            step_zero_validation: whether to validate before the first batch.
+            step_zero_validation: whether to validate before the first batch of a new run.
             test_mode: train and validate one batch each; not allowed under a master.
             profiling_enabled: whether to collect system metrics of each node until the core context ends; ignored in test mode.
             metric_sinks: objects that also receive the reported metrics; ``fit`` opens and closes them. Not in Determined.
@@ -315,7 +317,8 @@ class Trainer:
     def _checkpoint_to_load(self, asked: str | None) -> str | None:
         """Return the checkpoint to resume from; None for a new run.
 
-        ``asked`` is ``latest_checkpoint`` of ``fit``. Sets ``runtime.steps_completed`` unless the master has provided it.
+        ``asked`` is ``latest_checkpoint`` of ``fit``; if None, the environment may name a checkpoint. Set
+        ``runtime.steps_completed`` from the checkpoint, unless a master has provided the number.
         """
         runtime, info = self._runtime, self._info
         if info is not None and asked is not None:
@@ -338,9 +341,10 @@ class Trainer:
 
 
 def _around_fit(runtime: TrialRuntime) -> contextlib.AbstractContextManager[Any]:
-    """Return the context manager that surrounds training; a no-op unless one is named.
+    """Return the context manager in which ``fit`` trains.
 
-    The hyperparameter ``AROUND_FIT_KEY`` names a function that makes the context manager.
+    The hyperparameter ``AROUND_FIT_KEY`` names a function (``module:function``) that returns the context manager. Without this
+    hyperparameter, the context manager does nothing.
     """
     named = (runtime.hparams or {}).get(AROUND_FIT_KEY)
     if not named:
@@ -351,7 +355,11 @@ def _around_fit(runtime: TrialRuntime) -> contextlib.AbstractContextManager[Any]
 
 
 def _is_switched_on(exp_conf: Mapping[str, Any] | None, key: str) -> bool:
-    """Return the boolean ``data.dstrial.<key>``; True if the key is missing."""
+    """Return the boolean ``data.dstrial.<key>``; True if the key is missing.
+
+    Raises:
+        ValueError: the value is no boolean.
+    """
     asked = dstrial_section(exp_conf).get(key)
     if asked is None:
         return True
@@ -395,8 +403,10 @@ def run_trial(
         trial_class: the user's subclass of ``DeepSpeedTrial``.
         experiment: the experiment config; None under a master, which provides the config.
         run_dir: the run directory; used only without a master.
-        resume: the checkpoint to continue from: a uuid, a directory, or ``latest``.
-        test_mode: train two batches, validate once, save one checkpoint and reload it.
+        resume: the checkpoint to continue from: a uuid, a directory, or ``latest``. Used only without a master, which
+            provides the checkpoint.
+        test_mode: train two batches, validate once, save one checkpoint and reload it. Also switched on by
+            ``DSTRIAL_TEST=1``.
 
     Returns:
         The result of ``Trainer.fit``.

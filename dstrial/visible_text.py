@@ -32,7 +32,10 @@ def visible_line(text: str) -> str:
 
 
 def cut_text(text: str, limit: int) -> str:
-    """Omit the middle of a text longer than ``limit`` characters; ``limit`` > 100."""
+    """Return ``text``; if longer than ``limit`` characters, without its middle.
+
+    The omitted part is replaced by a note with its size. ``limit`` must be above 100.
+    """
     if len(text) <= limit:
         return text
     half = limit // 2 - 25
@@ -51,5 +54,8 @@ def size_text(num_bytes: float) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Return a number with its noun, for example ``1 slot`` or ``2 slots``."""
+    """Return a number with its noun, for example ``1 slot`` or ``2 slots``.
+
+    ``noun`` is a singular whose plural ends in ``s``.
+    """
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

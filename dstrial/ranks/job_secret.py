@@ -42,9 +42,9 @@ def new_secret() -> str:
 
 
 def key_from_environ(environ: Mapping[str, str]) -> bytes | None:
-    """Derive the key for message tags from ``DSTRIAL_SECRET`` or a cluster's token.
+    """Derive the key for message tags from the environment.
 
-    None if neither variable is set.
+    The key is derived from ``DSTRIAL_SECRET`` or else ``DET_SESSION_TOKEN``; None if neither variable is set.
     """
     text = environ.get(SECRET_VARIABLE) or environ.get(_CLUSTER_VARIABLE)
     return hmac.digest(text.encode(), b"dstrial ranks", "sha256") if text else None
@@ -58,24 +58,24 @@ def tag(key: bytes, *parts: bytes | memoryview) -> bytes:
 
 
 def is_same_tag(given: bytes | memoryview, expected: bytes) -> bool:
-    """Compare two tags in constant time."""
+    """Return whether two tags are equal; the time does not depend on their content."""
     return hmac.compare_digest(given, expected)
 
 
 @contextlib.contextmanager
 def key_through_file(store: Any, *, is_writer: bool) -> Iterator[bytes]:
-    """Exchange a key between the ranks of a machine through a private file.
+    """Share a new random key among the ranks of a machine; yield the key.
 
-    The writer puts the key into a file that only this account can read, and the file's name into the store. Other accounts may
-    be able to change the name in the store; the ranks then reject the file or get different keys.
+    One rank, the writer, puts the key into a file that only this account can read. The store tells the other ranks the name of
+    the file. If another account changes this name in the store, the ranks reject the file or get different keys.
 
     Args:
         store: the process group's store, with a prefix that the caller chooses.
-        is_writer: True on one rank.
+        is_writer: whether this rank is the writer.
 
     Raises:
-        RankError: the file cannot be read here, or another account owns it.
-        RuntimeError: the writer did not write the key in time, or has exited (raised by torch's store).
+        RankError: this rank cannot read the file, or another account may have written the file.
+        RuntimeError: the writer has exited, or has not set the name within the store's timeout (raised by torch).
 
     Ranks: all of a machine, collectively. The writer must stay in the block until all ranks have read the key.
     """
@@ -94,7 +94,11 @@ def key_through_file(store: Any, *, is_writer: bool) -> Iterator[bytes]:
 
 
 def _read_key(name: str) -> bytes:
-    """Read a key file of another rank, after checking that this account owns the file."""
+    """Return the key in the writer's file, which is in the temporary directory.
+
+    Raises:
+        RankError: the file cannot be read, or its owner, mode, length or name is not that of a key file.
+    """
     path = Path(tempfile.gettempdir(), Path(name).name)
     problem = "has another owner, length, name or mode"
     try:
@@ -126,11 +130,10 @@ def store_variable(path: Path, *, port: int, num_ranks: int) -> str:
 
 
 def private_path(environ: Mapping[str, str], identity: RankIdentity) -> str | None:
-    """Return the path of the job's private rendezvous file; None if there is none.
+    """Return the path of the private rendezvous file in ``DSTRIAL_STORE``.
 
-    Args:
-        environ: this rank's environment.
-        identity: this rank's identity. A file for another port or world size, or for several machines, belongs to another job.
+    Return None if the variable is not set or the job has several machines. Also return None if the port or world size
+    differs from ``identity``: the variable is then inherited from another job.
     """
     value = environ.get(STORE_VARIABLE)
     if not value:

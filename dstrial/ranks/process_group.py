@@ -71,7 +71,7 @@ _created: _Created | None = None
 def has_accelerator(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether DeepSpeed will use an accelerator, without importing DeepSpeed.
 
-    ``DS_ACCELERATOR`` takes precedence if set.
+    If ``DS_ACCELERATOR`` is set in ``environ`` (None: ``os.environ``), the result is whether its value is not ``cpu``.
     """
     chosen = (os.environ if environ is None else environ).get("DS_ACCELERATOR")
     if chosen:
@@ -84,10 +84,10 @@ def has_accelerator(environ: Mapping[str, str] | None = None) -> bool:
 def num_torch_accelerators() -> int:
     """Return torch's number of accelerators, without breaking CUDA in later forks.
 
-    torch counts by initialising the CUDA driver, which a fork cannot use afterwards. So this function sets
-    ``PYTORCH_NVML_BASED_CUDA_CHECK``, as DeepSpeed does later (deepspeed/__init__.py:14). torch ignores the variable, and forks
-    cannot use CUDA, if ``CUDA_VISIBLE_DEVICES`` has MIG instances (2.13 cuda/__init__.py, ``_device_count_nvml``) or in torch
-    2.6's ``torch.accelerator``.
+    By default, torch counts by initialising the CUDA driver, after which forks cannot use CUDA. So this function sets
+    ``PYTORCH_NVML_BASED_CUDA_CHECK``, as DeepSpeed does later (deepspeed/__init__.py:14). In two cases torch ignores this
+    variable, and forks cannot use CUDA: ``CUDA_VISIBLE_DEVICES`` lists MIG instances (2.13 cuda/__init__.py,
+    ``_device_count_nvml``), or torch 2.6 counts by ``torch.accelerator``.
 
     Ranks: any; no communication.
     """
@@ -98,30 +98,31 @@ def num_torch_accelerators() -> int:
 
 
 def prepare_accelerator() -> None:
-    """Select DeepSpeed's CPU accelerator if the machine has no other.
+    """Set ``DS_ACCELERATOR`` to ``cpu`` if the machine has no accelerator.
 
-    Call this before the first import of DeepSpeed, which selects the accelerator.
+    A no-op if the variable is set. Call this before DeepSpeed is first imported, because the import reads the variable.
     """
     if "DS_ACCELERATOR" not in os.environ and not has_accelerator():
         os.environ["DS_ACCELERATOR"] = "cpu"
 
 
 def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
-    """Create torch's default process group through DeepSpeed, unless it exists.
+    """Create torch's default process group through DeepSpeed, unless the group exists.
 
-    A no-op if torch.distributed is initialised or ``DET_MANUAL_INIT_DISTRIBUTED`` is set (Determined's
-    variable for user code that initialises torch.distributed). Otherwise missing environment variables of torch
-    and DeepSpeed are set until ``shutdown``. The backend is that of DeepSpeed's accelerator, gloo on CPU.
+    In any case, raise the limit of open files and select the accelerator. Create no group if torch.distributed is
+    initialised, or if ``DET_MANUAL_INIT_DISTRIBUTED`` is set (Determined's variable for user code that creates the group).
+    Otherwise missing environment variables of torch and DeepSpeed are set until ``shutdown``. The backend is that of
+    DeepSpeed's accelerator, gloo on CPU.
 
-    The rendezvous of ``dstrial.launch`` on one machine is a private file; a single rank needs none. Otherwise rank 0 or
-    torchrun serves the rendezvous at ``identity.master_port``, on loopback if the job is on one machine. If another
+    The rendezvous of ``dstrial.launch`` on one machine is a private file; a single rank needs no rendezvous. Otherwise rank 0
+    or torchrun serves the rendezvous at ``identity.master_port``, on loopback if the job is on one machine. If another
     program has taken the port, rank 0 fails at once; ``MASTER_PORT`` sets another port. On one machine gloo and NCCL use
     loopback unless ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` are set.
 
     Args:
         identity: this process's identity, from ``identify(os.environ)``.
-        timeout_s: timeout in seconds of the rendezvous and, on most backends, of each collective operation; also the
-        default for groups that are created later.
+        timeout_s: timeout in seconds of the rendezvous and, on most backends, of each collective operation. It is also
+            the default timeout of groups that are created later.
 
     Raises:
         RankTimeoutError: a rank did not reach the rendezvous in time.
@@ -205,11 +206,12 @@ def _missing_variables(identity: RankIdentity, addr: str, port: int) -> dict[str
 
 
 def _share_timeout(timeout: datetime.timedelta) -> _Replaced:
-    """Make the default group's timeout the default of groups created later.
+    """Make ``timeout`` the default of groups created later; return what was replaced.
 
-    ``new_group`` does not inherit the default group's timeout, and DeepSpeed passes none: its groups would use torch's 30 minutes
-    (10 with NCCL). So torch's function that returns the default is replaced (2.6 to 2.13 distributed_c10d.py: ``new_group``,
-    ``split_group``). If the user has set no timeout and torch's default is shorter, torch's default is kept.
+    ``new_group`` does not inherit the default group's timeout, and DeepSpeed passes no timeout. DeepSpeed's groups would use
+    torch's default of 30 minutes (10 with NCCL). So torch's function that returns the default is replaced (2.6 to 2.13
+    distributed_c10d.py: ``new_group``, ``split_group``). If the user has set no timeout, the shorter of ``timeout`` and
+    torch's default applies. Replace nothing and return () if this torch release has no such function.
     """
     theirs = getattr(distributed_c10d, _DEFAULT_TIMEOUT, None)
     if theirs is None:  # another torch release
@@ -224,11 +226,11 @@ def _share_timeout(timeout: datetime.timedelta) -> _Replaced:
 
 
 def _variables_of_device(identity: RankIdentity, own_device: torch.device) -> dict[str, str]:
-    """Return environment variables for a device whose index is not the local rank.
+    """Return environment variables that make DeepSpeed use ``own_device``.
 
-    DeepSpeed 0.19.8 uses ``LOCAL_RANK`` as the index (comm/torch.py:280, runtime/engine.py:1966,
-    runtime/zero/partition_parameters.py:1138), and Open MPI's variable must be equal (runtime/engine.py:1962).
-    ``identify`` still finds the real local rank.
+    DeepSpeed 0.19.8 uses ``LOCAL_RANK`` as the device's index (comm/torch.py:280, runtime/engine.py:1966,
+    runtime/zero/partition_parameters.py:1138). Open MPI's variable must have the same value (runtime/engine.py:1962). A
+    third variable stores the real local rank for ``identify``. Return {} if the index already is the local rank.
     """
     if own_device.index is None or own_device.index == identity.local_rank:
         return {}
@@ -240,14 +242,16 @@ def _variables_of_device(identity: RankIdentity, own_device: torch.device) -> di
 def _share_device(
     identity: RankIdentity, own_device: torch.device, init_method: str, timeout: datetime.timedelta
 ) -> _Replaced:
-    """Create a gloo group for ranks that share a device, instead of DeepSpeed's NCCL.
+    """Create a gloo group for ranks that share a device; return what was replaced.
 
-    NCCL rejects two ranks on one device. DeepSpeed uses an existing group with any backend (comm/comm.py:878), but binds a group
-    that it creates to the device, for which gloo lacks ``perform_nocolor_split`` (torch 2.13 distributed_c10d.py:2057). Gloo's
-    collectives copy CUDA tensors through the host; reduce-scatter is an all-reduce of a copy (ProcessGroupGloo.cpp,
-    ``_reduce_scatter_base``). Gloo's ``send`` and ``recv`` instead pass the device address to the socket, so DeepSpeed's are
-    replaced by copies through the host. DeepSpeed's ``stage_on_cpu`` (comm/torch.py:137) is not used: it also copies inputs back,
-    after ZeRO 3 has changed them, and losses differ without an error.
+    NCCL rejects two ranks on one device. DeepSpeed accepts an existing group with any backend (comm/comm.py:878). A group that
+    DeepSpeed creates is bound to the device, for which gloo lacks ``perform_nocolor_split`` (torch 2.13
+    distributed_c10d.py:2057). Gloo's collectives copy CUDA tensors through the host; reduce-scatter is an all-reduce of a copy
+    (ProcessGroupGloo.cpp, ``_reduce_scatter_base``). Gloo's ``send`` and ``recv`` would pass the device address to the socket.
+    So ``send`` and ``recv`` of DeepSpeed's backend are replaced by functions that copy through the host.
+
+    DeepSpeed's ``stage_on_cpu`` (comm/torch.py:137) is not used: it also copies inputs back after ZeRO 3 has changed them, so
+    that losses differ without an error.
     """
     if identity.rank == 0:
         logger.warning(
@@ -279,7 +283,7 @@ def _receive_on_host(
 
 
 def device(identity: RankIdentity) -> torch.device:
-    """Make this rank's accelerator current and return the device, such as ``cuda:1``.
+    """Make this rank's device current and return it, such as ``cuda:1`` or ``cpu``.
 
     Raises:
         RankError: this machine has more ranks than accelerators, and ``DSTRIAL_SHARE_DEVICE`` is not 1.
@@ -303,7 +307,7 @@ def device(identity: RankIdentity) -> torch.device:
 def shutdown() -> None:
     """Undo ``init_process_group``: destroy the group and restore the variables.
 
-    Safe to call more than once, without a group, and after an error.
+    A no-op if ``init_process_group`` changed nothing, or after an earlier call. Can be called after an error.
     """
     global _created
     created, _created = _created, None
@@ -326,7 +330,7 @@ def shutdown() -> None:
 def keep() -> None:
     """Keep the process group until the process exits; ``shutdown`` becomes a no-op.
 
-    For a library that still needs the group after dstrial has finished. The group is destroyed at interpreter exit, before
+    For a library that needs the group after the end of dstrial's context. At interpreter exit the group is destroyed, before
     torch's threads end.
 
     Ranks: any; no communication.
@@ -345,22 +349,26 @@ def _end_kept_group() -> None:
 
 @contextlib.contextmanager
 def without_compiled_collectives(*, is_cpu: bool) -> Iterator[None]:
-    """Prevent DeepSpeed from compiling its shared-memory collective for a CPU group.
+    """Prevent DeepSpeed from compiling a shared-memory collective in the block.
 
-    Only inference uses the collective (``inference_all_reduce``, with gloo as fallback), yet 0.19.8 builds it on every CPU
-    rank, for most of a minute. A rank killed during the build leaves a stale lock file that blocks all later runs.
+    Only inference uses this collective (``inference_all_reduce``, with gloo as fallback). Yet DeepSpeed 0.19.8 compiles it on
+    every CPU rank, for most of a minute. A rank killed during the build leaves a stale lock file that blocks all later runs.
 
-    A no-op unless ``is_cpu`` (DeepSpeed trains on the CPU). Ranks: any; no communication.
+    Args:
+        is_cpu: whether DeepSpeed trains on the CPU; otherwise this is a no-op.
+
+    Ranks: any; no communication.
     """
     with process.no_compatible_ops() if is_cpu else contextlib.nullcontext():
         yield
 
 
 def ask_torch_for_free_memory() -> None:
-    """Make DeepSpeed read free device memory from torch if devices are given by UUID.
+    """Make DeepSpeed ask torch for free device memory if devices are listed by UUID.
 
-    ZeRO 1 and 2 read the free memory. DeepSpeed 0.19.8 (``cuda_accelerator.py:188``) parses ``CUDA_VISIBLE_DEVICES`` as
-    integers, but MIG instances have only UUIDs, and users may list whole devices by UUID.
+    A no-op if ``CUDA_VISIBLE_DEVICES`` is unset or lists integers only. DeepSpeed 0.19.8 (``cuda_accelerator.py:188``) parses
+    the variable as integers when ZeRO 1 and 2 read the free memory. MIG instances have only UUIDs, and users may list whole
+    devices by UUID.
 
     Ranks: any; no communication.
     """

@@ -69,9 +69,10 @@ def open_store(identity: RankIdentity, *, timeout_s: float) -> Any:
 
 
 def as_init_method(store: Any, identity: RankIdentity) -> str:
-    """Return a single-use ``init_method`` for ``init_process_group`` on ``store``.
+    """Return a single-use URL that ``init_process_group`` resolves to ``store``.
 
-    DeepSpeed's ``init_distributed`` takes no store (0.19.8 ``comm/comm.py:844``).
+    Pass the URL as ``init_method``, because DeepSpeed's ``init_distributed`` has no argument for a store (0.19.8
+    ``comm/comm.py:844``).
     """
     number = str(len(_opened))
     _opened[number] = (store, identity.rank, identity.world_size)
@@ -81,7 +82,9 @@ def as_init_method(store: Any, identity: RankIdentity) -> str:
 def meet_privately(identity: RankIdentity) -> None:
     """Make torch's ``env://`` rendezvous use the store of :func:`open_store`.
 
-    User code can then create the process group itself, although the launcher serves no store.
+    User code can then create the process group itself. The launcher of one machine's ranks serves no store at
+    ``MASTER_PORT``, which torch would use. A no-op if the job has several ranks and no private rendezvous file. A rendezvous
+    for another world size is still torch's.
     """
     if identity.world_size > 1 and private_path(os.environ, identity) is None:
         return

@@ -28,9 +28,9 @@ _RAISED_FILES = 65_536  # lower than the hard limit (2**30 in containers), as so
 
 
 def raise_file_limit(num_ranks: int) -> None:
-    """Raise the soft limit of open files for a job of several ranks.
+    """Raise the soft limit of open files, because each pair of ranks is connected.
 
-    A gloo group connects every pair of ranks; each rank has several groups.
+    Each gloo group of a rank has a socket per other rank. A no-op for a single rank, or if the limit is high enough.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     raised = _RAISED_FILES if hard == resource.RLIM_INFINITY else min(_RAISED_FILES, hard)
@@ -52,10 +52,10 @@ def free_port() -> int:
 
 
 def listening_socket(addr: str, port: int) -> socket.socket:
-    """Return a socket that listens only on IP address ``addr`` of this machine.
+    """Return a TCP socket that listens on ``addr``, this machine's address or name.
 
-    The socket listens on all interfaces if ``addr`` is a host name, because the name may resolve to loopback here (Debian's
-    ``127.0.1.1``).
+    If ``addr`` is an IP address or ``localhost``, the socket listens only there. For another host name, the socket listens on
+    all interfaces, because on this machine the name may resolve to loopback (Debian's ``127.0.1.1``).
     """
     try:
         version = ipaddress.ip_address(LOOPBACK_ADDR if addr == "localhost" else addr).version
@@ -71,7 +71,7 @@ def listening_socket(addr: str, port: int) -> socket.socket:
 
 
 def rendezvous_socket(addr: str, port: int) -> socket.socket:
-    """Return a socket that listens at a job's rendezvous address.
+    """Return ``listening_socket(addr, port)`` for a job's rendezvous.
 
     Raises:
         RankError: another program has taken the port.
@@ -87,7 +87,10 @@ def rendezvous_socket(addr: str, port: int) -> socket.socket:
 
 
 def loopback_only(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that bind gloo and NCCL to loopback, if not set in ``environ``."""
+    """Return environment variables that bind gloo and NCCL to loopback.
+
+    Variables that are set in ``environ`` are omitted. Return {} if the machine has no loopback interface.
+    """
     present = {name for _, name in socket.if_nameindex()}
     interface = next((name for name in _LOOPBACK_NAMES if name in present), None)
     if interface is None:

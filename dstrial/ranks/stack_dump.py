@@ -21,9 +21,9 @@ _kept: list[IO[bytes]] = []
 
 
 def dump_stacks_on_signal() -> None:
-    """Install the handler that writes this rank's stacks on ``STACKS_SIGNAL``.
+    """Append this rank's stacks to a file at each later ``STACKS_SIGNAL``.
 
-    A no-op without dstrial's launcher.
+    A no-op without dstrial's launcher, which names the file in ``STACKS_FILE_VARIABLE``.
     """
     named = os.environ.get(STACKS_FILE_VARIABLE)
     if not named or not hasattr(faulthandler, "register"):

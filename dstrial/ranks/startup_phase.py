@@ -21,17 +21,23 @@ TRAINING = "training"
 
 
 def begin_phase(text: str) -> None:
-    """Set this rank's current phase, such as ``importing model_def``."""
+    """Set this rank's current phase, such as ``importing model_def``.
+
+    A no-op if no launcher reads phases (``PHASE_FILE_VARIABLE`` is not set).
+    """
     _write({"phase": text, "since_s": time.time()})
 
 
 def end_phases() -> None:
-    """Clear this rank's startup phase in its file."""
+    """Set this rank's phase to "", which means that the startup has ended."""
     _write({"phase": "", "since_s": time.time()})
 
 
 def read_phase(path: Path) -> tuple[str, float] | None:
-    """Return a rank's phase and its start in epoch seconds; None if unreadable."""
+    """Return (phase, start of the phase in epoch seconds) from a rank's phase file.
+
+    The phase is "" after ``end_phases``. Return None if the file is missing or unreadable.
+    """
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         return str(fields["phase"]), float(fields["since_s"])

@@ -27,7 +27,7 @@ class StopSignals:
     last batches. The flag may differ between ranks until the loop synchronises it.
 
     Args:
-        is_deferred: whether the handlers are installed by ``listen`` instead of on entering the block.
+        is_deferred: if True, entering the block installs no handlers; call ``listen`` to install them.
     """
 
     def __init__(self, *, is_deferred: bool = False) -> None:
@@ -47,7 +47,10 @@ class StopSignals:
         return self
 
     def listen(self) -> None:
-        """Install the signal handlers; a no-op if they are installed."""
+        """Install the signal handlers.
+
+        A no-op if the handlers are installed, or outside the main thread.
+        """
         if threading.current_thread() is threading.main_thread() and not self._previous:
             self._owner_pid = os.getpid()
             for signal_ in (signal.SIGTERM, signal.SIGINT):
@@ -77,9 +80,10 @@ class StopSignals:
 
 @contextlib.contextmanager
 def noted_signals(*more: signal.Signals) -> Iterator[list[signal.Signals]]:
-    """Collect SIGINT, SIGTERM, SIGHUP and ``more`` in a list, without raising errors.
+    """Yield a list of the signals SIGINT, SIGTERM, SIGHUP and ``more`` that arrive.
 
-    For commands that start or follow processes and handle stop requests themselves; ranks use :class:`StopSignals`.
+    Such a signal is appended to the list and has no other effect; the caller polls the list. The block's end restores the
+    previous handlers. For commands that start or follow processes; ranks use :class:`StopSignals`.
     """
     noted: list[signal.Signals] = []
 

@@ -1,9 +1,9 @@
 """The bridge: a process that imports Ray and connects a master to a Ray cluster.
 
-Once connected to Ray, ``python -m dstrial.ray.bridge`` listens on a UNIX socket. A client's connection carries one request and
+When connected to Ray, ``python -m dstrial.ray.bridge`` listens on a UNIX socket. A client's connection carries one request and
 one response, each a line of JSON. A relay (:mod:`dstrial.ray.relay`) is a client that starts a program on a node of a job; the
-bridge forwards the program's input and output. At the end of its stdin, the bridge waits for the last lines of the relays, and
-exits; placement groups and programs remain.
+bridge forwards the program's input and output. When its stdin is closed, the bridge waits up to ``_CLOSE_S`` for the relays to
+end, and exits. Placement groups and programs remain.
 """
 
 from __future__ import annotations
@@ -58,7 +58,11 @@ class Bridge:
     def poll(self) -> dict[str, Any]:
         """Return the cluster's nodes and dstrial's placement groups, as Ray reports them.
 
-        Ray 2.60 has no public API for free resources and draining nodes; Ray Train uses the same private functions.
+        Returns:
+            ``nodes``: Ray's list of nodes. ``free``: node id -> resources that are not reserved. ``draining``: ids of nodes
+            that Ray drains. ``groups``: id -> row of Ray's table of placement groups.
+
+        Ray 2.60 has no public API for ``free`` and ``draining``; Ray Train uses the same private functions.
         """
         import ray
         from ray._private import state
@@ -72,9 +76,10 @@ class Bridge:
         }
 
     def reserve(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Create a placement group that outlives the bridge; return its ``id``.
+        """Create a placement group that outlives the bridge; return ``{"id": id}``.
 
-        ``request`` has ``name``, ``bundles`` and ``excluded_nodes`` (Ray's ids).
+        ``request`` has the group's ``name``, ``bundles`` (the resources on each node) and ``excluded_nodes`` (Ray's ids of
+        nodes that the group must not use).
         """
         from ray.util.placement_group import placement_group
 
@@ -90,7 +95,7 @@ class Bridge:
         return {"id": group.id.hex()}
 
     def remove(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Remove the placement group ``id`` of the request, and its actors. Idempotent."""
+        """Remove placement group ``request["id"]`` and its actors; return {}. Idempotent."""
         import ray
         from ray.util.placement_group import get_placement_group, remove_placement_group
 
@@ -101,9 +106,13 @@ class Bridge:
         return {}
 
     def start(self, request: Mapping[str, Any]) -> tuple[Any, int]:
-        """Start a program on a job's node; return the actor and its number of the program.
+        """Start a program on a job's node; return (actor, the actor's program number).
 
-        ``request`` has ``job`` (id of the placement group), ``host`` (the node's name) and ``words`` (the command).
+        The actor (``NodeActor``) of this node and job is created if it does not exist. ``request`` has ``job`` (id of the
+        placement group), ``host`` (the node's name) and ``words`` (the command).
+
+        Raises:
+            _JobGoneError: the placement group does not exist or has no such node.
         """
         import ray
         from ray.util.placement_group import get_placement_group
@@ -171,7 +180,7 @@ def _serve_relay(bridge: Bridge, request: Mapping[str, Any], connection: socket.
 
 
 def _without_ids(text: str) -> str:
-    """Join the lines of a Ray error, without the indented lines (ids of the actor)."""
+    """Return a Ray error as one line, without the indented lines, which list ids."""
     return " ".join(line for line in text.splitlines() if not line.startswith("\t"))
 
 

@@ -27,7 +27,10 @@ class RayRefusedError(Exception):
 
 
 def require_ray(where: str) -> None:
-    """Raise MissingExtraError if Ray is not installed; ``where`` names what needs Ray."""
+    """Raise MissingExtraError if Ray is not installed.
+
+    The message begins with ``where``, the option or feature that needs Ray.
+    """
     found = importlib.util.find_spec("ray")
     if found is None or found.origin is None:
         raise MissingExtraError(
@@ -41,18 +44,19 @@ class BridgeClient:
     def __init__(self, address: str) -> None:
         self._address = address
         self._directory = Path(tempfile.mkdtemp(prefix="dstrial-ray-"))
-        self.socket = self._directory / "socket"  # for requests and relays; a restarted bridge reuses it
+        # Path of the bridge's socket, for requests and relays; a restarted bridge listens at the same path.
+        self.socket = self._directory / "socket"
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, what: str, **values: Any) -> dict[str, Any]:
-        """Send a request to the bridge and return the response.
+        """Call a method of ``Bridge`` and return its result.
 
-        ``what`` is a method of ``Bridge``: ``poll``, ``reserve`` or ``remove``. ``values`` are the fields of the method's
-        argument ``request``.
+        ``what`` is the method: ``poll``, ``reserve`` or ``remove``. ``values`` are the fields of the method's argument
+        ``request``. The bridge is started if it does not run.
 
         Raises:
             RayRefusedError: Ray rejects the values.
-            ConnectionError: Ray does not answer, or answers with another error.
+            ConnectionError: the bridge cannot be started, Ray does not answer, or Ray answers with another error.
         """
         if self._process is None or self._process.poll() is not None:
             self._start()
@@ -79,7 +83,7 @@ class BridgeClient:
         raise ConnectionError(f"Ray at {self._address}: {text}")
 
     def close(self) -> None:
-        """End the bridge; placement groups and programs remain."""
+        """End the bridge's process; Ray's placement groups and their programs remain."""
         self._end()
         shutil.rmtree(self._directory, ignore_errors=True)
 

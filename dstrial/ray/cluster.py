@@ -84,10 +84,14 @@ def parse_groups(seen: Mapping[str, Any]) -> tuple[RayGroup, ...]:
 def slots_per_node(
     num_slots: int, capacities: Iterable[int], *, is_on_one_node: bool = False
 ) -> tuple[int, ...] | None:
-    """Return a job's slots per node, largest first; None if the cluster has too few.
+    """Return a job's slots per node, largest first; None if the nodes have too few.
 
-    The job gets as few nodes as possible, with equally many slots on each if possible. ``capacities`` are the numbers of slots of
-    the usable nodes. Slots in use count too, as Ray queues the job until they are free.
+    The job gets as few nodes as possible, with equally many slots on each if possible.
+
+    Args:
+        num_slots: number of slots of the job.
+        capacities: number of slots of each usable node, including slots in use, because Ray queues the job.
+        is_on_one_node: whether all slots must be on one node.
     """
     largest = sorted((count for count in capacities if count), reverse=True)
     if not largest or num_slots > (largest[0] if is_on_one_node else sum(largest)):

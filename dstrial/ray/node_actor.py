@@ -1,9 +1,9 @@
 """The Ray actor on a job's node: start the agent, forward its input and output.
 
-The actor is pickled by value and uses only the standard library, so the node needs no dstrial. It is detached
-(``lifetime="detached"``): it lives as long as the job's placement group, and a restarted master finds it by name. The actor
-closes the agent's input only on request, so the agent survives the loss of Ray or of the bridge (the process that connects the
-master to Ray) until its lease ends.
+dstrial's agent is the program that runs a trial's ranks on a node. The actor is pickled by value and uses only the standard
+library, so the node needs no dstrial. The actor is detached (``lifetime="detached"``): it lives as long as the job's placement
+group, and a restarted master finds it by name. The actor closes the agent's input only on request. So until its lease ends, the
+agent survives the loss of Ray or of the bridge, the process that connects the master to Ray.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-NUM_CALLS = 32  # concurrent method calls; one waits for each program's output
+NUM_CALLS = 32  # maximum of concurrent method calls; each running program uses one, a waiting ``read``
 # Maximum size of the data in a call. Ray puts answers above 100 KiB (`max_direct_call_object_size`) into its object store.
 PIECE_BYTES = 96 * 1000
 _TRAILING_OUTPUT_S = 2.0  # timeout of output after a program's end: its descendants may hold its pipes open
@@ -56,7 +56,10 @@ class _Program:
         self._is_input_over = False
 
     def read(self, timeout_s: float) -> tuple[bytes, bytes, int | None]:
-        """Wait for output; return stdout, stderr and the exit code (None while running)."""
+        """Wait up to ``timeout_s`` for output; return (stdout, stderr, exit code).
+
+        Both outputs are empty after a timeout. The exit code is None until the program has ended and its output is read.
+        """
         found = [b"", b""]
         with self._reading:
             poll = select.poll()
@@ -79,7 +82,7 @@ class _Program:
         return found[0], found[1], code if code is None or code >= 0 else 128 - code
 
     def write(self, data: bytes) -> bool:
-        """Write to the program's input; return False if the program reads no more."""
+        """Write all of ``data`` to the program's input; return False if it is closed."""
         with self._writing:
             waiting = select.poll()
             if not self._stdin.closed:
@@ -100,7 +103,7 @@ class _Program:
             self._stdin.close()
 
     def drain(self) -> None:
-        """Discard the output until the program ends, so that the program never blocks."""
+        """Discard output until the program ends, so that the program never blocks."""
         while self.read(_TRAILING_OUTPUT_S)[2] is None:
             pass
         self.close()
@@ -125,9 +128,9 @@ class NodeActor:
             threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
     def start(self, words: Sequence[str]) -> int:
-        """Start a program; return its number, an argument of the other methods.
+        """Start a program; return the ``number`` by which other methods identify it.
 
-        If the start failed, ``read`` returns the error.
+        If the start fails, ``read`` returns the error as stderr, and exit code 127.
         """
         number = next(self._numbers)
         try:
@@ -137,9 +140,10 @@ class NodeActor:
         return number
 
     def read(self, number: int, timeout_s: float) -> tuple[bytes, bytes, int | None]:
-        """Wait for a program's output or end; return stdout, stderr and exit code.
+        """Wait up to ``timeout_s`` for output; return (stdout, stderr, exit code).
 
-        The exit code is a shell's: 128 + N for signal N, 127 if the program could not be started; None while it runs.
+        The exit code is None while the program runs. It is 128 + N after signal N, and 127 if the program could not be
+        started, as in a shell. Do not call ``read`` after an exit code.
         """
         if number in self._not_started:
             return b"", self._not_started.pop(number), _NOT_STARTED
@@ -170,8 +174,10 @@ class NodeActor:
 def environment_of(login: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a program that the actor starts.
 
-    ``login`` is the environment of Ray's daemon on the node; Ray's own variables and preloaded allocator are removed. Of the
-    actor's environment ``own``, only the device variables are added, as Ray sets others (``OMP_NUM_THREADS``) for the actor only.
+    Args:
+        login: the environment of Ray's daemon on the node. Ray's own variables and preloaded allocator are removed.
+        own: the actor's environment, of which only variables that list devices are added. Ray sets other variables in it, such
+            as ``OMP_NUM_THREADS``, which must not apply to the program.
     """
     found = {name: value for name, value in login.items() if not name.startswith("RAY_")}
     loaded = [path for path in found.pop("LD_PRELOAD", "").replace(" ", ":").split(":") if path]
@@ -201,7 +207,7 @@ def _reset_priority(pid: int) -> None:
 def _end_with(daemon: int) -> None:
     """Exit this process when its parent, Ray's daemon with pid ``daemon``, has ended.
 
-    Ray does not end the processes of detached actors then, although it may reserve their resources for other jobs.
+    Ray itself does not end detached actors when the daemon ends, although it may reserve their resources for other jobs.
     """
     while os.getppid() == daemon:
         time.sleep(_PARENT_POLL_S)

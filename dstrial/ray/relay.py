@@ -1,7 +1,8 @@
 """The relay: a local command that forwards stdio of a program on a Ray node.
 
-:class:`dstrial.hosts.connection.HostConnection` starts a relay as it starts ssh. The relay connects to the bridge, which talks
-to Ray. It is run as a file and uses only the standard library, so it needs just 10 MB of memory.
+:class:`dstrial.hosts.connection.HostConnection` starts a relay as it starts ssh. The relay connects to the bridge, which
+requests the program from Ray. Python runs this file as a script. The script uses only the standard library, so that a relay
+needs just 10 MB of memory.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import socket
 import sys
 import threading
 
-EXIT_CODE_OF_CONNECTION = 255  # if the connection fails and the program's is unknown, as with ssh
+EXIT_CODE_OF_CONNECTION = 255  # the relay's exit code if the connection fails, as with ssh
 # Kinds of frames from the bridge: stdout, stderr, exit code. A frame is a byte for the kind, four for the length, and the data.
 OUT, ERR, CODE = b"o", b"e", b"x"
 HEAD_BYTES = 5  # kind and length
@@ -25,9 +26,10 @@ def framed(kind: bytes, data: bytes) -> bytes:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a program on a Ray node through the bridge; return its exit code.
+    """Run a program on a Ray node through the bridge; return the program's exit code.
 
-    ``arguments`` are the path of the bridge's socket, the job's id, the node's name, and the program's command line.
+    ``arguments`` are the path of the bridge's socket, the job's id, the node's name, and the program's command line. Return
+    ``EXIT_CODE_OF_CONNECTION`` if the connection fails.
     """
     path, job, host, *words = arguments
     with socket.socket(socket.AF_UNIX) as bridge:

@@ -28,9 +28,9 @@ OVERWRITE_KEY = "overwrite_deepspeed_args"
 class ResumedRun:
     """Keeps ``train_batch_size`` when a run resumes with another number of replicas.
 
-    The batch sizes are solved before the trial creates engines, because DeepSpeed then checks the batch equation. The trial
-    gets the sizes in ``hyperparameters.overwrite_deepspeed_args``, which reading a config merges. ``fit_engine`` corrects an
-    engine that still has other sizes.
+    DeepSpeed checks the batch equation when the trial creates an engine, so the batch sizes are solved before. The trial gets
+    the sizes in the hyperparameter ``overwrite_deepspeed_args``, which the trial merges into its DeepSpeed config.
+    ``fit_engine`` corrects an engine that was created with other sizes.
     """
 
     def __init__(self, saved: SavedRun, world_size: int, data_config: Mapping[str, Any]) -> None:
@@ -41,12 +41,13 @@ class ResumedRun:
         self._given: dict[tuple[int | None, int | None, int | None], list[dict[str, Any]]] = {}
 
     def hyperparameters(self, hparams: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a copy of ``hparams`` whose DeepSpeed configs keep the saved batch size.
+        """Return a copy of ``hparams`` that keeps the checkpoint's ``train_batch_size``.
 
-        Configs that cannot be read, or that belong to no engine of the checkpoint, are not changed.
+        Only DeepSpeed configs and their overwrites are changed. A config that cannot be read, or that belongs to no engine of
+        the checkpoint, is not changed.
 
         Raises:
-            ConfigError: a config sets another batch size than the checkpoint's, or the replicas cannot divide it evenly.
+            ConfigError: a config sets another batch size than the checkpoint's, or the replicas cannot share a batch evenly.
         """
         result = copy.deepcopy(dict(hparams))
         overwrite = hparams.get(OVERWRITE_KEY) or {}
@@ -65,9 +66,10 @@ class ResumedRun:
         return result
 
     def resolve(self, merged: Mapping[str, Any], data_parallel_size: int) -> dict[str, Any] | None:
-        """Return ``merged`` with sizes that keep the checkpoint's ``train_batch_size``.
+        """Return ``merged`` with batch sizes that keep the checkpoint's batch size.
 
-        ``merged`` is a DeepSpeed config with overwrites applied. None if the config belongs to no engine of the checkpoint.
+        ``merged`` is a DeepSpeed config in which overwrites are applied; it may contain sizes of an earlier solution. Return
+        None if the config belongs to no engine of the checkpoint.
         """
         main = self.saved.engines[0] if self.saved.engines else None
         engine = engine_of(self._as_given(merged, main), self.saved, is_main=True)
@@ -77,9 +79,12 @@ class ResumedRun:
         return {**merged, **self._sizes(merged, solution)}
 
     def fit_engine(self, engine: DeepSpeedEngine, engine_idx: int, *, is_chief: bool) -> dict[str, Any]:
-        """Set a new engine's batch sizes to keep the checkpoint's ``train_batch_size``.
+        """Set a new engine's batch sizes so that ``train_batch_size`` is the checkpoint's.
 
-        ``engine_idx`` is the engine's index in the order of wrapping.
+        Args:
+            engine: the engine that DeepSpeed has just created.
+            engine_idx: index of the engine in the order of wrapping. If the checkpoint has no such engine, nothing is set.
+            is_chief: whether this rank logs changed batch sizes.
 
         Returns:
             The settings that the user gave in the engine's config, as in ``EngineRecord.given``.
@@ -157,7 +162,7 @@ class ResumedRun:
         )
 
     def _sizes(self, merged: Mapping[str, Any], solution: BatchSolution) -> dict[str, int]:
-        """Return the batch sizes of ``solution`` by config key."""
+        """Return the batch sizes of ``solution`` by config key; record what they replace."""
         # The sizes of ``merged``, which these replace, are recorded for ``_as_given``.
         sizes = {key: int(getattr(solution, key)) for key in BATCH_KEYS}
         if merged.get(BATCH_KEYS[0]) is None and config_sizes(merged).get("model_parallel_size", 1) > 1:
@@ -168,7 +173,10 @@ class ResumedRun:
         return sizes
 
     def _as_given(self, config: Mapping[str, Any], engine: EngineRecord | None) -> dict[str, Any]:
-        """Return ``config`` with the user's batch sizes in place of the solved ones."""
+        """Return ``config`` with the user's batch sizes in place of solved sizes.
+
+        If several configs have the same solved sizes, the user's sizes that ``engine`` had at the run's start are preferred.
+        """
         originals = self._given.get(given_sizes(config))
         if not originals:
             return dict(config)
@@ -178,7 +186,7 @@ class ResumedRun:
 
 
 def _read(source: Any, overwrite: Any) -> dict[str, Any] | None:
-    """Return a config (dict or path) merged with ``overwrite``; None if unreadable."""
+    """Return a config (dict or path) in which ``overwrite`` is merged; None on errors."""
     # The trial will read the config too, and raise the error.
     if not isinstance(source, (str, Mapping)) or not isinstance(overwrite, Mapping):
         return None
@@ -192,6 +200,6 @@ def _read(source: Any, overwrite: Any) -> dict[str, Any] | None:
 
 
 def _resolves_to(config: Mapping[str, Any], solution: BatchSolution) -> bool:
-    """Return whether DeepSpeed would compute the sizes of ``solution`` from a config."""
+    """Return whether DeepSpeed would compute exactly these batch sizes from a config."""
     own = own_solution(given_sizes(config), solution.data_parallel_size)
     return own is not None and all(getattr(own, key) == getattr(solution, key) for key in BATCH_KEYS)

@@ -25,20 +25,25 @@ def keep_batch(
 ) -> BatchSolution:
     """Return the batch sizes with which a resumed run keeps its ``train_batch_size``.
 
-    The sizes in ``config`` are used if they result in the checkpoint's ``train_batch_size``. They must also include a micro batch
-    size, or differ from those at the run's start. Otherwise the micro batch size is solved: the largest divisor of a replica's
-    records per batch that does not exceed ``saved.micro_batch_limit``, a size known to fit into memory.
+    The sizes of ``config`` are used if all of these hold:
+
+    - DeepSpeed would compute the checkpoint's ``train_batch_size`` from these sizes.
+    - The micro batch size is at most ``saved.micro_batch_limit``, or ``config`` sets it.
+    - ``config`` sets the micro batch size, or its sizes have changed since the run's start.
+
+    Otherwise the micro batch size is solved: the largest divisor of a replica's records per batch, up to a limit. The limit is
+    the micro batch size in ``config`` or, if not set, ``saved.micro_batch_limit``.
 
     Args:
-        config: the DeepSpeed config; only its three batch sizes are read.
+        config: the DeepSpeed config; only its batch sizes and ``autotp_size`` are read.
         saved: the engine in the checkpoint.
-        data_parallel_size: current number of replicas.
+        data_parallel_size: current number of replicas in DeepSpeed's batch equation.
         checkpoint: the checkpoint's name for messages.
         where: batch size key -> ``file:line: key``, for messages.
-        ranks_per_replica: number of ranks per replica, to name numbers of slots in messages.
+        ranks_per_replica: number of ranks per replica, for numbers of slots in messages.
 
     Raises:
-        ConfigError: the config sets another batch size than the checkpoint's, or the replicas cannot divide it evenly.
+        ConfigError: the config sets another batch size than the checkpoint's, or the replicas cannot share a batch evenly.
     """
     saved = saved.counted_for(config)
     wanted = saved.train_batch_size
@@ -73,8 +78,8 @@ def keep_batch(
 def is_unchanged(given: tuple[int | None, int | None, int | None], saved: EngineRecord) -> bool:
     """Return whether a config still has the saved run's batch size.
 
-    ``given`` are the config's batch sizes from ``given_sizes``. True if they equal those at the run's start, or result in the
-    saved ``train_batch_size`` on the saved number of ranks.
+    ``given`` is the result of ``given_sizes`` for the config. True if the sizes equal those at the run's start. Also True if
+    DeepSpeed would compute the saved ``train_batch_size`` from these sizes on the saved number of ranks.
     """
     if any(key in saved.given for key in BATCH_KEYS) and given == given_sizes(saved.given):
         return True
@@ -85,8 +90,8 @@ def is_unchanged(given: tuple[int | None, int | None, int | None], saved: Engine
 def engine_of(config: Mapping[str, Any], saved: SavedRun, *, is_main: bool) -> EngineRecord | None:
     """Return the saved engine to which a merged config belongs; None if unknown.
 
-    A config belongs to the first engine for which ``is_unchanged`` is true. Without such an engine, the experiment's main config
-    (``is_main``) belongs to the first engine.
+    A config belongs to the first engine for which ``is_unchanged`` is true. If there is no such engine, the experiment's main
+    config (``is_main``) belongs to the first engine. If the checkpoint has only one engine, any config belongs to it.
     """
     sizes = given_sizes(config)
     for engine in saved.engines:
@@ -96,7 +101,7 @@ def engine_of(config: Mapping[str, Any], saved: SavedRun, *, is_main: bool) -> E
 
 
 def describe_batch(saved: EngineRecord, solution: BatchSolution) -> str:
-    """Return the batch equations of the checkpoint and of ``solution``, as log text."""
+    """Return the new and the old batch equation as text for logs and messages."""
     return (
         f"{solution.equation} (it was {saved.micro_batch_size} x {saved.micro_batches_per_batch} x "
         f"{saved.batch_replicas(saved.world_size)})"
@@ -108,8 +113,8 @@ def own_solution(
 ) -> BatchSolution | None:
     """Return the batch sizes that DeepSpeed would compute from a config's sizes.
 
-    None if they contradict each other or leave too much open. ``given`` are the config's batch sizes in the order of
-    ``BATCH_KEYS``.
+    ``given`` are the config's batch sizes in the order of ``BATCH_KEYS``. Return None if the sizes contradict each other, or
+    do not determine the missing sizes.
     """
     try:
         return solve_batch(*given, data_parallel_size)

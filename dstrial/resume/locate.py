@@ -1,7 +1,7 @@
 """Find the checkpoint that a run resumes from, and read the run that wrote it.
 
-Before ranks start, use ``saved_run_to_resume`` off a cluster, and ``saved_run_of_trial`` on a cluster. In the ranks, use
-``resumed_run``.
+Before ranks start, use ``saved_run_of_trial`` for a trial of a master (of Determined or dstrial), and ``saved_run_to_resume``
+for a run without a master. In the ranks, use ``resumed_run``.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ if TYPE_CHECKING:
 
 
 def saved_run_to_resume(resume: str | None = None, run_dir: Path | None = None) -> SavedRun | None:
-    """Return the saved run that a run off a cluster will resume from.
+    """Return the saved run that a run without a master will resume from.
 
-    ``resume`` is a checkpoint's uuid, a directory, or ``latest``. Arguments that are None are read from the environment. Returns
-    None for a new run, and if the checkpoint is missing or unreadable, which raises an error when the ranks load the checkpoint.
+    Return None for a new run. Also return None if the checkpoint is missing or unreadable: loading in the ranks then raises
+    the error.
+
+    Args:
+        resume: a checkpoint's uuid, a directory, or ``latest``; None means the environment variable ``DSTRIAL_RESUME``.
+        run_dir: the run directory, in which a uuid or ``latest`` is searched for; None means ``DSTRIAL_RUN_DIR``.
     """
     asked = resume or os.environ.get(RESUME_VARIABLE)
     directory = run_dir or os.environ.get(RUN_DIR_VARIABLE)
@@ -47,10 +51,10 @@ def saved_run_to_resume(resume: str | None = None, run_dir: Path | None = None) 
 
 
 def saved_run_of_trial(info: Any) -> SavedRun | None:
-    """Return the saved run that a cluster's trial resumes from.
+    """Return the saved run that a master's trial resumes from.
 
-    None if the trial is new, or if the checkpoint's directory is missing on this machine or unreadable. Checksums are not
-    verified here, but when the ranks load the checkpoint. ``info`` is Determined's cluster info.
+    Return None if the trial is new, or if the checkpoint's directory is missing on this machine or unreadable. Checksums are
+    not verified until the ranks load the checkpoint. ``info`` is Determined's cluster info.
     """
     storage = info.trial._config.get("checkpoint_storage") or {}
     run_dir = os.environ.get(RUN_DIR_VARIABLE)
@@ -72,10 +76,10 @@ def saved_run_of_trial(info: Any) -> SavedRun | None:
 
 
 def resumption_problems(info: Any, context_dir: Path | None = None) -> list[ConfigProblem]:
-    """Return known problems that prevent a cluster's trial from resuming on its slots.
+    """Return problems that prevent a master's trial from resuming on its slots.
 
-    ``info`` is Determined's cluster info. Paths of DeepSpeed configs are relative to ``context_dir``, by default the current
-    directory.
+    Return [] if the trial does not resume, or if its checkpoint is not readable on this machine. ``info`` is Determined's
+    cluster info. Paths of DeepSpeed configs are relative to ``context_dir``, by default the current directory.
     """
     saved = saved_run_of_trial(info)
     if saved is None:
@@ -92,9 +96,13 @@ def resumption_problems(info: Any, context_dir: Path | None = None) -> list[Conf
 def trial_id_of(info: Any, *, is_mirrored: bool) -> int:
     """Return the trial id that this run's checkpoints record.
 
-    Without a cluster, and under ``dstrial run`` (``is_mirrored``), the id is ``LOCAL_ID``, so that a run can resume in another
-    experiment of the master. A run that only rewrites a checkpoint uses the checkpoint's id. ``info`` is Determined's cluster
-    info or None.
+    Under a master, this is the trial's id; without a master, ``LOCAL_ID``. Under ``dstrial run`` it is ``LOCAL_ID`` too, so
+    that the run can resume in another experiment. A run that only loads a checkpoint and saves it again
+    (``REWRITE_VARIABLE``) uses the checkpoint's id.
+
+    Args:
+        info: Determined's cluster info; None without a master.
+        is_mirrored: whether ``dstrial run`` started the run.
     """
     rewritten = os.environ.get(REWRITE_VARIABLE)
     if rewritten:
@@ -105,9 +113,12 @@ def trial_id_of(info: Any, *, is_mirrored: bool) -> int:
 def asked_checkpoint(info: Any, given: str | None, *, is_mirrored: bool) -> str | None:
     """Return the checkpoint that a run must resume from; None for a new run.
 
-    The result is a uuid, a directory, or (only off a cluster) ``latest``. ``given`` takes precedence over ``info``, Determined's
-    cluster info, and over the environment. ``is_mirrored``: whether ``dstrial run`` started the run, with a run directory, and
-    the run reports to a master.
+    The result is a uuid, a directory, or (only without a master) ``latest``.
+
+    Args:
+        info: Determined's cluster info, whose latest checkpoint is used if ``given`` is None; None without a master.
+        given: the checkpoint that the caller of ``init`` or ``fit`` requests; None if not requested.
+        is_mirrored: whether ``dstrial run`` started the run. Then, and without a master, ``DSTRIAL_RESUME`` is the last choice.
     """
     asked = given or (None if info is None else info.latest_checkpoint)
     if not asked and (info is None or is_mirrored):
@@ -118,10 +129,13 @@ def asked_checkpoint(info: Any, given: str | None, *, is_mirrored: bool) -> str 
 def resumed_run(
     core_context: core.Context, info: Any, latest_checkpoint: str | None, *, is_mirrored: bool
 ) -> SavedRun | None:
-    """Return the saved run of the same trial that this run resumes from.
+    """Return the saved run that this run resumes from, if it is of the same trial.
 
-    None for a new run, for a checkpoint of another trial (only its weights will be loaded), and for an unreadable checkpoint
-    (loading will raise an error). ``latest_checkpoint`` is a uuid, a directory, or (only off a cluster) ``latest``.
+    Return None for a new run, or for a checkpoint of another trial, of which only the weights will be loaded. Also return None
+    for an unreadable checkpoint; loading in the ranks then raises the error.
+
+    ``latest_checkpoint`` is a uuid, a directory, or (only without a master) ``latest``. None means the checkpoint of ``info``
+    or the environment.
 
     Ranks: all, collectively.
     """

@@ -1,4 +1,4 @@
-"""Settings of a run that its checkpoints record, to compare them with a config."""
+"""Settings of a run in its checkpoints, to compare them with a later config."""
 
 from __future__ import annotations
 
@@ -62,10 +62,13 @@ class EngineArrangement:
         return ParallelDims.of_replica(**sizes, is_pipeline=self.engine_kind == "pipeline")
 
     def batch_replicas(self, world_size: int, replica: ParallelDims | None = None) -> int:
-        """Return the number of replicas in DeepSpeed's batch equation on these ranks.
+        """Return the number of replicas in DeepSpeed's batch equation.
 
-        DeepSpeed counts each AutoTP rank as a replica, and the sequence-parallel ranks of a sequence as one replica. ``replica``
-        has a replica's parallel dimensions, by default those in the checkpoint.
+        DeepSpeed counts each AutoTP rank as a replica, and the sequence-parallel ranks of a sequence as one replica.
+
+        Args:
+            world_size: number of ranks.
+            replica: a replica's parallel dimensions; None means those in the checkpoint.
         """
         if replica is not None and replica != self.replica:
             if replica.tp != self.model_parallel_size:  # AutoTP; a user's ``mpu`` must keep its size
@@ -93,8 +96,12 @@ class EngineRecord(EngineArrangement):
     def replica_with(self, section: Any, config: Mapping[str, Any] | None) -> ParallelDims:
         """Return the parallel dimensions of one replica in a resumed run.
 
-        Sizes in ``data.dstrial`` (``section``) and in the DeepSpeed config override those of the checkpoint. A size that
-        the config had at the run's start and no longer has becomes 1. ``config`` is None if unknown.
+        Sizes in the DeepSpeed config take precedence over those in ``data.dstrial``, and these over those in the checkpoint. A
+        size that the config had at the run's start, and that neither source has now, is 1.
+
+        Args:
+            section: the value of ``data.dstrial``; ignored unless a mapping.
+            config: the DeepSpeed config; None if unknown. Ignored for a pipeline engine.
         """
         sizes = dict(section) if isinstance(section, Mapping) else {}
         if config is not None and self.engine_kind != "pipeline":
@@ -104,13 +111,14 @@ class EngineRecord(EngineArrangement):
 
     @property
     def own_batch(self) -> dict[str, Any]:
-        """Part of a DeepSpeed config that results in the saved ``train_batch_size``."""
+        """A minimal DeepSpeed config that results in the saved ``train_batch_size``."""
         return {BATCH_KEYS[0]: self.train_batch_size, AUTOTP_KEY: self.given.get(AUTOTP_KEY, 1)}
 
     def counted_for(self, config: Mapping[str, Any]) -> EngineRecord:
-        """Return a copy with ``train_batch_size`` converted to another ``autotp_size``.
+        """Return this record with ``train_batch_size`` for a config's ``autotp_size``.
 
-        DeepSpeed counts a training sample once per AutoTP rank. ``config``, a DeepSpeed config or ``given``, has the new size.
+        DeepSpeed counts a training sample once per AutoTP rank. ``config`` is a DeepSpeed config, or settings as in ``given``.
+        Return the record itself if the size is unchanged, or if the ranks are not AutoTP ranks.
         """
         was = self.given.get(AUTOTP_KEY, 1)
         size = config.get(AUTOTP_KEY) or config_sizes(config).get("model_parallel_size", 1)
@@ -123,7 +131,7 @@ class EngineRecord(EngineArrangement):
     def from_layout(cls, layout: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> EngineRecord:
         """Build a record from a manifest's layout, or from the result of :meth:`to_json`.
 
-        ``more`` has the fields that a layout lacks.
+        ``more`` has the fields that a layout lacks: ``given`` and ``micro_batch_limit``.
 
         Raises:
             KeyError: a value is missing.
@@ -182,9 +190,9 @@ class SavedRun:
         )
 
     def of_trial(self, trial_id: int) -> SavedRun:
-        """Return a copy with ``keeps_batch`` for trial ``trial_id``.
+        """Return a copy in which ``keeps_batch`` is set for a resume by ``trial_id``.
 
-        ``keeps_batch`` is True if this trial wrote the checkpoint. Otherwise only the weights will be loaded.
+        ``keeps_batch`` is True if trial ``trial_id`` wrote the checkpoint. Otherwise only the weights will be loaded.
         """
         return dataclasses.replace(self, keeps_batch=self.trial_id == trial_id)
 
@@ -215,7 +223,10 @@ def given_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def given_sizes(given: Mapping[str, Any]) -> tuple[int | None, int | None, int | None]:
-    """Return a config's batch sizes in order of ``BATCH_KEYS``; a missing one is None."""
+    """Return a config's batch sizes in the order of ``BATCH_KEYS``.
+
+    A size is None if it is missing or no integer, such as ``"auto"``.
+    """
     total, micro, steps = (
         value if isinstance(value := given.get(key), int) and not isinstance(value, bool) else None
         for key in BATCH_KEYS

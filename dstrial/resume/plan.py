@@ -1,7 +1,8 @@
 """Decide whether a run can resume from a checkpoint, and whether to reshard.
 
-``resume_problems`` decides before processes start, from a checkpoint, a config and a number of slots. ``plan_load`` decides in
-the ranks, from the engines' layouts, which also describe parameters and parameter groups. The functions are pure.
+Resharding converts an engine's saved state to other ranks or another ZeRO stage. ``resume_problems`` decides before processes
+start, from a checkpoint, a config and a number of slots. ``plan_load`` decides in the ranks, from the engines' layouts, which
+also describe parameters and parameter groups.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def resume_problems(
     """Return problems that prevent resuming from a checkpoint, each with a fix.
 
     Args:
-        saved: the checkpoint.
+        saved: the checkpoint and the run that wrote it.
         num_slots: number of ranks of the resumed run, at least 1.
         extents: ``pipeline_stages`` and ``model_parallel_size`` of ``data.dstrial``; by default those of the checkpoint.
         configs: the experiment's merged DeepSpeed configs, the main config first; may be empty.
@@ -158,10 +159,10 @@ def resume_problems(
 def resumable_slots(
     saved: SavedRun, *, at_most: int, at_least: int = 1, extents: Mapping[str, Any] | None = None
 ) -> Iterator[int]:
-    """Yield the numbers of slots, from ``at_most`` down, on which a run can resume.
+    """Yield the numbers of slots on which a run can resume, from ``at_most`` down.
 
-    ``at_least`` is the smallest number. ``extents`` has ``pipeline_stages`` and ``model_parallel_size`` of ``data.dstrial``; by
-    default those of the checkpoint.
+    The last number that is tried is ``at_least``. ``extents`` has ``pipeline_stages`` and ``model_parallel_size`` of
+    ``data.dstrial``; by default those of the checkpoint.
     """
     for num_slots in range(at_most, max(at_least, 1) - 1, -1):
         if not resume_problems(saved, num_slots=num_slots, extents=extents):
@@ -171,10 +172,17 @@ def resumable_slots(
 def with_kept_batch(
     found: DeepSpeedSource, resumed: SavedRun, sizes: ParallelDims, notes: list[str], *, is_main: bool
 ) -> dict[str, Any]:
-    """Return a merged DeepSpeed config with the saved run's ``train_batch_size``.
+    """Return a DeepSpeed config with batch sizes that keep the saved run's batch.
 
-    ``sizes`` are this run's parallel dimensions. If the micro batch size or the number of replicas has changed, a note is
-    appended to ``notes``. ``is_main``: whether ``found`` is the experiment's main DeepSpeed config.
+    If the config belongs to no engine of the checkpoint, its batch sizes are not changed. If no sizes keep the batch,
+    placeholder sizes are returned, and ``check_resumption`` reports the problem.
+
+    Args:
+        found: the DeepSpeed config.
+        resumed: the checkpoint and the run that wrote it.
+        sizes: this run's parallel dimensions.
+        notes: list to which a note is appended if the micro batch size or the number of replicas has changed.
+        is_main: whether ``found`` is the experiment's main DeepSpeed config.
     """
     engine = engine_of(found.merged, resumed, is_main=is_main)
     if engine is None:
@@ -199,10 +207,15 @@ def check_resumption(
     checks: Sequence[tuple[DeepSpeedSource, CheckResult]],
     findings: Diagnostics,
 ) -> None:
-    """Record in ``findings`` the problems that prevent resuming with a config.
+    """Append to ``findings.problems`` what prevents resuming with a config.
 
-    ``raw`` is the experiment config. ``slots`` 0 means one rank on the CPU; ``slots_key`` is the config key or option that sets
-    ``slots``. ``checks`` has the experiment's DeepSpeed configs, the main config first.
+    Args:
+        raw: the experiment config.
+        resumed: the checkpoint and the run that wrote it.
+        slots: number of slots; 0 means one rank on the CPU.
+        slots_key: config key or option that sets ``slots``, for messages.
+        checks: the experiment's DeepSpeed configs, the main config first.
+        findings: the experiment's problems so far; equal problems are not repeated.
     """
     section = dstrial_section(raw)
     places = [Diagnostics(source.lines, source.label) for source, _ in checks]
@@ -234,7 +247,10 @@ def _zero(config: Mapping[str, Any]) -> tuple[int, str, str]:
 def _changes_layout(
     engine: EngineRecord, num_slots: int, replica: ParallelDims, config: Mapping[str, Any] | None
 ) -> bool:
-    """Return whether an engine's layout will differ (as far as ``config`` is known)."""
+    """Return whether an engine's layout will differ from that in the checkpoint.
+
+    If ``config`` is None (unknown), only the number of ranks and the parallel dimensions are compared.
+    """
     if num_slots != engine.world_size or replica != engine.replica:
         return True
     if config is None:
@@ -245,9 +261,9 @@ def _changes_layout(
 
 
 def _changed_type(engine: EngineRecord, config: Mapping[str, Any], section: str) -> str | None:
-    """Return the class name in a config's ``section`` if the checkpoint has another.
+    """Return ``type`` of a config's section if the checkpoint has another class.
 
-    ``section`` is ``optimizer`` or ``scheduler``. None if the classes are equal, or one of them is unknown.
+    ``section`` is ``optimizer`` or ``scheduler``. Return None if the classes are equal, or one of them is unknown.
     """
     kind = given_settings(config).get(section)
     if not engine.given or kind is None or kind == engine.given.get(section):
@@ -329,10 +345,15 @@ def _fixed_layout_reason(engine: EngineArrangement) -> str | None:
 def plan_load(
     checkpoint: object, saved: Sequence[Layout], now: Sequence[Layout], problems: Sequence[str] = ()
 ) -> list[str]:
-    """Return how the engines' rank layouts differ; empty if resharding is not needed.
+    """Return how layouts differ if state must be resharded, else [].
 
-    ``saved`` and ``now`` have one layout per engine. ``problems`` are additional reasons why resharding is impossible.
-    ``checkpoint`` is the checkpoint's name for messages.
+    The result has texts for messages: up to three differences, and the number of further differences.
+
+    Args:
+        checkpoint: the checkpoint's name for messages.
+        saved: each engine's layout in the checkpoint.
+        now: each engine's current layout.
+        problems: further reasons why resharding is impossible; ignored if resharding is not needed.
 
     Raises:
         CheckpointLayoutError: the number of engines differs, or the checkpoint cannot be resharded.
@@ -361,7 +382,7 @@ def plan_load(
 
 
 def require_same_batch(checkpoint: object, saved: Sequence[Layout], now: Sequence[Layout]) -> None:
-    """Raise CheckpointLayoutError if an engine's ``train_batch_size`` has changed."""
+    """Raise CheckpointLayoutError if the batch of an engine has another size."""
     for idx, (before, after) in enumerate(zip(saved, now, strict=False)):
         # If ``autotp_size`` has changed, records are compared, because DeepSpeed counts a record once per AutoTP rank.
         is_recut = before.model_parallel_size != after.model_parallel_size
@@ -383,7 +404,7 @@ def _records(layout: Layout) -> int:
 
 
 def compatible(saved: Layout, now: Layout) -> list[str]:
-    """Return why DeepSpeed itself cannot load ``saved`` into ``now``; empty if it can.
+    """Return why DeepSpeed itself cannot load ``saved`` into ``now``; [] if it can.
 
     Batch sizes and versions are not compared, because they do not affect loading.
     """
@@ -407,7 +428,7 @@ def _first_of(names: Sequence[str]) -> str:
 
 
 def reshape_problems(saved: Layout, now: Layout) -> list[str]:
-    """Return why ``saved`` state cannot be resharded to ``now``; empty if it can."""
+    """Return why state in layout ``saved`` cannot be resharded to ``now``; else []."""
     before, after = saved.slices(), now.slices()
     is_recut = saved.model_parallel_size != now.model_parallel_size
     problems = list(_recut_problems(saved, now, before, after)) if is_recut else []
@@ -441,7 +462,7 @@ def reshape_problems(saved: Layout, now: Layout) -> list[str]:
 
 
 def _is_trained(place: ParameterPlace) -> bool:
-    """Return whether the optimizer updates a parameter; False for empty parameters."""
+    """Return whether the optimizer updates a parameter; False if it has no elements."""
     # Without a wrapper, the optimizer may own frozen parameters, but does not update them.
     return place.group_idx is not None and place.trainable and math.prod(place.shape) > 0
 
@@ -452,7 +473,10 @@ def _recut_problems(
     before: Mapping[str, Sequence[ParameterPlace]],
     after: Mapping[str, Sequence[ParameterPlace]],
 ) -> Iterator[str]:
-    """Yield why parameters cannot be resliced for another ``autotp_size``."""
+    """Yield why the tensor-parallel slices of parameters cannot be resharded.
+
+    ``before`` and ``after`` have the parameters of ``saved`` and ``now`` by name.
+    """
     change = f"tensor-parallel size was {saved.model_parallel_size}, is {now.model_parallel_size}"
     for layout, slices in ((saved, before), (now, after)):
         dims = {name: places[0].tensor_dim for name, places in slices.items()}

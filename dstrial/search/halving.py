@@ -1,8 +1,8 @@
 """The searchers ``async_halving`` and ``adaptive_asha``.
 
-They stop trials and never pause them. A rung is a training time at which the trials of a bracket are compared: only the best
-``1 / divisor`` of those that have reached it continue. ``async_halving`` has one bracket, ``adaptive_asha`` several, among which
-the trials are divided.
+These searchers stop trials and never pause trials. A rung is a training time at which the trials of a bracket are compared. Of
+the trials that have reached a rung, only the best ``1 / divisor`` continue. ``async_halving`` has one bracket;
+``adaptive_asha`` divides the search's trials among several brackets.
 
 Source: Determined 0.38.1, searchers ``async_halving`` and ``adaptive_asha``; Li et al., "A System for Massively Parallel
 Hyperparameter Tuning", MLSys 2020, in the variant that stops instead of pausing.
@@ -39,14 +39,17 @@ class Bracket:
     """Number of rungs and numbers of trials of one bracket."""
 
     num_rungs: int
-    max_trials: int  # replaced invalid trials do not count
-    max_concurrent_trials: int  # 0 for ``divisor ** (num_rungs - 1)``
+    max_trials: int  # without trials that are replaced because of invalid hyperparameters
+    max_concurrent_trials: int  # 0 means ``divisor ** (num_rungs - 1)``
 
 
 def brackets(searcher: Mapping[str, Any]) -> list[Bracket]:
     """Return the brackets of a searcher, the bracket with the most rungs first.
 
     ``searcher`` is the config's ``searcher`` section with defaults filled in.
+
+    Raises:
+        SearchError: ``bracket_rungs`` has a value that is no positive integer.
     """
     divisor, max_trials = float(searcher["divisor"]), int(searcher["max_trials"])
     if searcher["name"] == "async_halving":
@@ -75,9 +78,10 @@ def brackets(searcher: Mapping[str, Any]) -> list[Bracket]:
 
 
 def bracket_trials(max_trials: int, divisor: float, rungs: Sequence[int]) -> list[int]:
-    """Return the number of trials of each bracket, for about equal training time.
+    """Divide ``max_trials`` trials among brackets; return the number for each bracket.
 
-    ``rungs`` has the number of rungs of each bracket, in descending order.
+    All brackets then train for about the same total time. ``rungs`` has the number of rungs of each bracket, in descending
+    order. Each bracket has at least one trial.
     """
     weights = [power(divisor, num - 1) / num for num in rungs]
     if math.isinf(sum(weights)):
@@ -88,9 +92,10 @@ def bracket_trials(max_trials: int, divisor: float, rungs: Sequence[int]) -> lis
 
 
 def bracket_concurrency(max_concurrent_trials: int, divisor: float, trials: Sequence[int]) -> list[int]:
-    """Return the number of concurrent trials of each bracket, at least 1.
+    """Return the maximum number of concurrent trials of each bracket, at least 1.
 
-    ``trials`` has the number of trials of each bracket. With a ``max_concurrent_trials`` of 0, the total is not limited.
+    ``max_concurrent_trials`` is the maximum of all brackets together, and is divided equally. If it is 0, each bracket runs the
+    larger of ``divisor`` and the number of trials of the last bracket. ``trials`` has the number of trials of each bracket.
     """
     if max_concurrent_trials == 0:
         return [max(trials[-1], int(min(divisor, sys.maxsize)))] * len(trials)
@@ -112,7 +117,9 @@ def power(divisor: float, exponent: int) -> float:
 
 
 def number(metrics: Mapping[str, Any], name: str) -> float:
-    """Return a validation metric as a float; huge integers become infinite.
+    """Return metric ``name`` of a validation as a float; infinite on overflow.
+
+    The texts ``NaN``, ``Infinity`` and ``-Infinity`` are accepted as numbers.
 
     Raises:
         SearchError: the metric is missing or not a number.
@@ -217,9 +224,10 @@ class _Halving:
     def validation_completed(
         self, random: SearchRandom, request_id: str, metrics: Mapping[str, Any]
     ) -> list[Create | Stop]:
-        """Rank the trial in each rung that it has newly reached; stop it if it ranks low.
+        """Rank the trial in each rung that the trial has newly reached.
 
-        A stopped trial is replaced by a new one, unless all trials of the bracket were created.
+        The trial is stopped if it is not among the best ``1 / divisor`` of a rung, or has reached the highest rung. Then return
+        a ``Stop`` and, if the bracket has another trial, a ``Create`` for that trial. Otherwise return [].
         """
         if request_id in self._stopped:
             return []
@@ -242,9 +250,10 @@ class _Halving:
     def trial_exited_early(
         self, random: SearchRandom, request_id: str, reason: ExitReason
     ) -> list[Create | Stop]:
-        """Rank a failed trial last in its rung; return an action that replaces it.
+        """Rank a failed trial last in its rung; return a ``Create`` for the next trial.
 
-        A trial with invalid hyperparameters is removed from all rungs instead, and does not count as one of the bracket's trials.
+        A trial with invalid hyperparameters is instead removed from all rungs and does not count as one of the bracket's
+        trials, up to ``max_replaced`` times. Return [] if the bracket has no more trials, or if the trial was already stopped.
         """
         if request_id in self._stopped:
             return []

@@ -57,11 +57,11 @@ class PreviewedTrials:
 
 
 class SearchMethod(abc.ABC):
-    """Base of all kinds of search; methods that handle events return actions.
+    """Base of all search methods; methods that handle events return actions.
 
     A search cannot pause or resume a trial, or set the length of its training. A trial trains its full length unless the search
     returns a ``Stop`` after one of the trial's validations. ``trial_exited`` is called for stopped trials, too. A trial that
-    exits with ``INVALID_HP`` is replaced by a new trial, except in a grid.
+    exits with ``INVALID_HP`` is replaced by a new trial up to ``max_replaced`` times per search, but never in a grid.
     """
 
     @abc.abstractmethod
@@ -93,7 +93,7 @@ class SearchMethod(abc.ABC):
     ) -> list[Create | Stop]:
         """Handle a trial that failed, was cancelled or has invalid hyperparameters.
 
-        The caller calls :meth:`trial_exited` afterwards.
+        The caller must call :meth:`trial_exited` afterwards.
         """
         return []
 
@@ -110,7 +110,7 @@ class SearchMethod(abc.ABC):
 
     @abc.abstractmethod
     def snapshot(self) -> dict[str, Any]:
-        """Return the search's state as JSON values."""
+        """Return the method's state as JSON values, for :meth:`restore`."""
 
     @abc.abstractmethod
     def restore(self, snapshot: Mapping[str, Any]) -> None:
@@ -122,7 +122,7 @@ _MAX_REPLACED_PER_TRIAL = 10  # a larger search may replace this number for each
 
 
 def max_replaced(hyperparameters: Mapping[str, Any], max_trials: int) -> int:
-    """Return the maximum number of invalid trials that a search replaces.
+    """Return how many trials with invalid hyperparameters a search replaces at most.
 
     Without this limit, a search with only invalid hyperparameters would never end. The result is 0 if no hyperparameter is
     sampled, because a replacement would be identical.
@@ -133,7 +133,7 @@ def max_replaced(hyperparameters: Mapping[str, Any], max_trials: int) -> int:
 
 
 def create(hyperparameters: Mapping[str, Any], random: SearchRandom) -> Create:
-    """Return an action that creates a trial with sampled hyperparameters, id and seed."""
+    """Return an action that creates a trial with random hyperparameters, id and seed."""
     return complete(sample(hyperparameters, random), random)
 
 

@@ -20,7 +20,7 @@ from dstrial.search.sampling import Grid, SearchRandom
 
 
 class _Independent(SearchMethod):
-    """Base of searches that ignore metrics: each exited trial makes room for the next."""
+    """Base of searches that ignore metrics: a new trial starts when a trial exits."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         (trials,) = self.previewed(config)
@@ -55,8 +55,9 @@ class _Independent(SearchMethod):
 
 
 class RandomSearch(_Independent):
-    """Runs ``max_trials`` random trials, ``max_concurrent_trials`` at once (0: all).
+    """Runs ``max_trials`` random trials.
 
+    At most ``max_concurrent_trials`` run at the same time; 0 means no limit.
     A failed trial counts towards ``max_trials``. A trial with invalid hyperparameters is replaced, up to ``max_replaced`` times
     per search.
     """

@@ -1,6 +1,6 @@
 """Choose a trial's hyperparameters: a random sample, or a point of a grid.
 
-Random numbers are those of Determined's searchers, NumPy's legacy MT19937.
+Random numbers come from MT19937 (NumPy's legacy ``RandomState``), the generator of Determined's searchers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ class SearchRandom:
         return {"key": [int(word) for word in state[1]], "position": int(state[2])}
 
     def integer_below(self, bound: int) -> int:
-        """Return a random integer from 0 to ``bound - 1``; ``bound`` 1 draws no number."""
+        """Return a random integer from 0 to ``bound - 1``.
+
+        If ``bound`` is 1, the generator's state does not change.
+        """
         # Rejection sampling with the smallest bit mask that covers the bound.
         highest = bound - 1
         if highest <= 0:
@@ -65,9 +68,10 @@ class SearchRandom:
 
 
 def sample(hyperparameters: Mapping[str, Any], random: SearchRandom, route: _Route = ()) -> dict[str, Any]:
-    """Return a random value for each hyperparameter, drawn in alphabetical order.
+    """Return name -> value: a random value for each hyperparameter, or its constant.
 
-    ``route`` has the names of the mappings that contain these hyperparameters, outermost first.
+    Values are drawn in alphabetical order of the names. For a nested mapping, ``route`` has the names of the mappings that
+    contain it, outermost first.
     """
     values: dict[str, Any] = {}
     for name in sorted(hyperparameters):
@@ -105,11 +109,12 @@ def _exponential(spec: Mapping[str, Any], exponent: float) -> float:
 
 
 class Grid:
-    """The points of a hyperparameter grid, by index.
+    """The points of a hyperparameter grid; ``point(idx)`` returns name -> value.
 
-    The alphabetically first hyperparameter varies slowest.
+    Indices are from 0 to ``num_points - 1``. The alphabetically first hyperparameter varies slowest. Values of type ``int``
+    are rounded half away from zero.
 
-    Source: Determined 0.38.1, grid searcher; numbers are rounded half away from zero.
+    Source: Determined 0.38.1, grid searcher.
     """
 
     def __init__(self, hyperparameters: Mapping[str, Any]) -> None:

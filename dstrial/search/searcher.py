@@ -27,7 +27,7 @@ class SearchSummary:
     """The trials that a search would train, as ``preview`` returns them."""
 
     config: dict[str, Any]  # the experiment config's section ``searcher``
-    trials: tuple[PreviewedTrials, ...]  # shortest first, if no two validations are equal and no trial fails
+    trials: tuple[PreviewedTrials, ...]  # shortest first; assumes no equal validations and no failed trial
 
 
 def preview(config: Mapping[str, Any]) -> SearchSummary:
@@ -35,7 +35,10 @@ def preview(config: Mapping[str, Any]) -> SearchSummary:
 
     ``config`` is an experiment config in which defaults are filled in.
 
-    Source: Determined 0.38.1, ``preview-hp-search``, which rejects ``async_halving``; here it is supported.
+    Raises:
+        SearchError: the searcher does not exist, or its settings are invalid.
+
+    Source: Determined 0.38.1, ``preview-hp-search``. Unlike Determined's command, this function supports ``async_halving``.
     """
     trials = _named(config).previewed(config)
     return SearchSummary(dict(config["searcher"]), trials)
@@ -107,7 +110,7 @@ class Searcher:
     def trial_exited_early(self, request_id: str, reason: ExitReason) -> list[Action]:
         """Handle a trial that failed, was cancelled or has invalid hyperparameters.
 
-        The caller calls :meth:`trial_exited` afterwards.
+        The caller must call :meth:`trial_exited` afterwards.
         """
         if request_id in self._closed or request_id in self._failed | self._cancelled:
             return []

@@ -1,4 +1,4 @@
-"""Parse the variables of a Slurm allocation, node lists and task counts.
+"""Parse a Slurm allocation's environment variables, node lists and task counts.
 
 Source: "OUTPUT ENVIRONMENT VARIABLES" of sbatch(1).
 """
@@ -27,14 +27,14 @@ class Allocation:
     job_id: int
     nodes: tuple[str, ...]  # names, in Slurm's order
     num_tasks: tuple[int, ...]  # requested on each node; 1 by default
-    # the job's accelerators on this node; 0 if it has none or Slurm does not manage them
+    # number of the job's accelerators on this node; 0 without accelerators, or if Slurm does not manage them
     num_devices: int = 0
     # whether the devices were requested per task or for the whole job; then each step must request devices
     divides_devices: bool = False
 
 
 def allocation_of(environ: Mapping[str, str]) -> Allocation | None:
-    """Return the Slurm allocation that the variables describe; None outside of a job.
+    """Return the Slurm allocation that ``environ`` describes; None outside of a job.
 
     Raises:
         LaunchError: the variables cannot be parsed, or this process is one of several tasks of a step.
@@ -70,13 +70,14 @@ def allocation_of(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def slots_of_nodes(allocation: Allocation, wanted: int | None) -> list[int]:
-    """Return the number of slots (ranks) on each node of an allocation, in its order.
+    """Return the number of slots (ranks) on each node, in the order of the nodes.
 
-    If a node has several tasks, each task is a slot. Otherwise ``wanted`` slots are divided equally between the nodes or, if
-    ``wanted`` is None, each accelerator is a slot.
+    If a node has several tasks, each task is a slot, and the first ``wanted`` slots are used (None: all). Otherwise the slots
+    are divided equally; if there are fewer slots than nodes, each of the first nodes has one slot. If ``wanted`` is None,
+    each node has ``allocation.num_devices`` slots, at least one.
 
     Raises:
-        LaunchError: the allocation has too few slots, or the nodes cannot share them equally.
+        LaunchError: the allocation has too few tasks, or ``wanted`` is not a multiple of the number of nodes.
     """
     nodes, tasks = allocation.nodes, allocation.num_tasks
     if max(tasks) > 1:
@@ -122,10 +123,10 @@ def _divides_devices(environ: Mapping[str, str]) -> bool:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """Expand a node list of Slurm: ``gpu[01-03,7]-ib,login`` means five names.
+    """Return the names in Slurm's node list; ``gpu[01-03,7]-ib,login`` has five names.
 
-    The order and leading zeros are kept. A name with several brackets means all combinations. Source: hostlist expressions in
-    scontrol(1), "show hostnames".
+    The result has the list's order and leading zeros. A name with several brackets means all combinations. Source: hostlist
+    expressions in scontrol(1), "show hostnames".
 
     Raises:
         ValueError: the text is not a node list.

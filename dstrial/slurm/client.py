@@ -89,7 +89,10 @@ _CHECK_S = 10.0  # timeout of a check whose result the user waits for
 
 
 def require_slurm(*names: str, or_else: str = "leave --slurm out to train here") -> None:
-    """Raise LaunchError unless commands are on PATH; ``or_else`` ends the message."""
+    """Raise LaunchError unless the commands ``names`` are on PATH.
+
+    ``or_else`` is an alternative for the user, with which the message ends.
+    """
     absent = [name for name in names if shutil.which(name) is None]
     if absent:
         raise LaunchError(
@@ -99,7 +102,10 @@ def require_slurm(*names: str, or_else: str = "leave --slurm out to train here")
 
 
 def run_slurm(words: Sequence[str], *, timeout_s: float = _TIMEOUT_S) -> tuple[int, str, str]:
-    """Run a Slurm command; return exit code (124: timeout), stdout and stderr."""
+    """Run a Slurm command; return (exit code, stdout, stderr).
+
+    The exit code is 124 after a timeout, and 127 if the command cannot be started.
+    """
     environ = {**os.environ, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
     environ.pop("SBATCH_CLUSTERS", None)  # squeue and scancel would look for the job elsewhere
     try:
@@ -123,7 +129,7 @@ def submit(script: Path) -> int:
     """Submit a batch script; return the job id.
 
     Raises:
-        LaunchError: Slurm rejects the script.
+        LaunchError: Slurm rejects the script or does not answer.
     """
     # If Slurm does not enforce limits, it queues a job that no partition can run, for ever. --test-only rejects it.
     test(script)
@@ -143,7 +149,7 @@ def test(script: Path) -> None:
     """Check that Slurm would accept a batch script, by ``sbatch --test-only``.
 
     Raises:
-        LaunchError: Slurm rejects the script.
+        LaunchError: Slurm rejects the script or does not answer.
     """
     code, text = _test(script, 2 * _TIMEOUT_S)
     if is_refusal(code, text):
@@ -151,7 +157,9 @@ def test(script: Path) -> None:
 
 
 def rejection_of(script: Path) -> tuple[str, str] | None:
-    """Return why Slurm rejects a batch script, and a fix; None if it accepts.
+    """Return (reason, fix) if Slurm rejects a batch script, else None.
+
+    Return None also for a temporary rejection, for example because nodes are busy: the job would wait in the queue.
 
     Raises:
         ConnectionError: Slurm does not answer.
@@ -170,7 +178,10 @@ def _test(script: Path, timeout_s: float) -> tuple[int, str]:
 
 
 def is_refusal(code: int, message: str) -> bool:
-    """Return whether ``sbatch --test-only`` has rejected a job permanently."""
+    """Return whether ``sbatch --test-only`` has rejected a job permanently.
+
+    ``code`` and ``message`` are the exit code and output of the command.
+    """
     words = message.lower()
     is_temporary = any(one in words for one in _TEMPORARY) or (
         _POLICY in words and _NAMED_LIMIT.search(words) is None
@@ -202,7 +213,7 @@ def refused(errors: str, script: str) -> str:
 
 
 def one_line(errors: str) -> str:
-    """Join sbatch's error messages into one line, without prefixes."""
+    """Join sbatch's error messages into one line, without prefixes; "nothing" if none."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     return "; ".join(re.sub(r"^(sbatch: )?(error: )?", "", line) for line in lines) or "nothing"
 
@@ -213,7 +224,7 @@ def fix_for(message: str) -> str | None:
 
 
 def job_of(job_id: int) -> Job | None:
-    """Return a Slurm job from ``scontrol``; None if the controller has deleted it.
+    """Return a Slurm job from ``scontrol``; None if the controller has no such job.
 
     Raises:
         ConnectionError: the controller does not answer.
@@ -226,20 +237,29 @@ def job_of(job_id: int) -> Job | None:
 
 
 def requeue(job_id: int) -> str:
-    """Requeue a running job, which kills its processes; return Slurm's error, else ""."""
+    """Requeue a running job, which kills its processes.
+
+    Return Slurm's error message; "" after success.
+    """
     code, output, errors = run_slurm(["scontrol", "requeue", str(job_id)])
     return (errors or output).strip() if code else ""
 
 
 def cancel(job_id: int, *, signal_name: str = "") -> str:
-    """Cancel a job, or signal its batch script; return Slurm's error, else ""."""
+    """Cancel a job or, if ``signal_name`` is given, only signal its batch script.
+
+    Return Slurm's error message; "" after success.
+    """
     options = [f"--signal={signal_name}", "--batch"] if signal_name else []
     code, output, errors = run_slurm(["scancel", *options, str(job_id)])
     return (errors or output).strip() if code else ""
 
 
 def has_devices(partition: str | None) -> bool:
-    """Return whether a partition, or the default one, has nodes with GPUs."""
+    """Return whether a partition has nodes with GPUs.
+
+    ``partition`` None or "" means the default partition. Return False if Slurm does not answer.
+    """
     options = ["--partition", partition] if partition else []
     _, output, _ = run_slurm(["sinfo", "-h", "-o", "%P|%G", *options])
     rows = [line.split("|", 1) for line in output.splitlines() if "|" in line]

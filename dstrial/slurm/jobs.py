@@ -61,7 +61,7 @@ class Job:
 
     @property
     def leaving_reason(self) -> str | None:
-        """Why the job soon loses its nodes; None if it keeps its nodes, or has none."""
+        """Why the job will soon lose its nodes; None if it will not, or has no nodes."""
         if self.is_waiting or self.is_over:
             return None
         if self.is_preempted:
@@ -113,7 +113,7 @@ def parse_job(text: str) -> Job | None:
 
 
 def parse_queue(text: str) -> list[Job]:
-    """Return the jobs in the output of the command ``SQUEUE``."""
+    """Return the jobs in the output of the command ``SQUEUE``; skip invalid lines."""
     jobs = []
     for line in text.splitlines():
         words = line.strip().removesuffix("|").split("|", len(_FIELDS) - 1)
@@ -162,7 +162,7 @@ def num_gpus(gres: str) -> int:
 def parse_nodes(text: str, *, wants_devices: bool, cpus_per_task: int = 1) -> dict[str, tuple[int, str]]:
     """Return node name -> (number of slots, state) from the output of ``SINFO``.
 
-    A slot is a GPU (``wants_devices``) or ``cpus_per_task`` cores. Nodes without slots are left out.
+    A slot is a GPU if ``wants_devices`` is true, else ``cpus_per_task`` CPUs. Nodes without slots are omitted.
     """
     found: dict[str, tuple[int, str]] = {}
     for line in text.splitlines():

@@ -36,8 +36,12 @@ _SIZES = ("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--exclusive")
 def sbatch_args(settings: Mapping[str, Any], more: Sequence[str], where: str) -> list[str]:
     """Return the user's sbatch options, from the config and the command line.
 
-    Each item is one line of the script: an option, with its value if that is a separate word (``-p gpu``). ``settings`` is the
-    config's key ``slurm``; the words ``more`` of the command line come last. ``where`` names the config in messages.
+    Each item of the result is an option with its value, such as ``--time=60`` or ``-p gpu``.
+
+    Args:
+        settings: value of the config's key ``slurm``, of which ``sbatch_args`` is read.
+        more: words of ``--sbatch-arg`` on the command line, which come last.
+        where: name of the config for messages.
 
     Raises:
         ConfigError: lists all invalid options.
@@ -71,7 +75,10 @@ def sbatch_args(settings: Mapping[str, Any], more: Sequence[str], where: str) ->
 
 
 def value_of(options: Sequence[str], *names: str) -> str | None:
-    """Return the last value of an sbatch option with one of ``names``, or None."""
+    """Return the value of the last sbatch option with one of ``names``; None without.
+
+    The value is "" if the option has no value.
+    """
     value = None
     for option in options:
         name, _, given = option.partition("=") if option.startswith("--") else (option[:2], "", option[2:])
@@ -90,11 +97,15 @@ def request_lines(
 ) -> list[str]:
     """Return the sbatch options that request a trial's slots, one task per slot.
 
-    Tasks or devices that the user's ``options`` request are left out. ``settings`` is the config's key ``slurm``, of which
-    ``slots_per_node`` and ``gpu_type`` are read. ``where`` names the config in messages.
+    Args:
+        settings: value of the config's key ``slurm``, of which ``slots_per_node`` and ``gpu_type`` are read.
+        options: the user's sbatch options. If they request tasks or nodes, the result requests none; likewise for devices.
+        num_slots: number of slots of the trial.
+        wants_devices: whether to request a GPU per task.
+        where: name of the config for messages.
 
     Raises:
-        ConfigError: ``num_slots`` is not a multiple of ``slots_per_node``.
+        ConfigError: ``slots_per_node`` is no positive integer, or ``num_slots`` is larger and not a multiple.
     """
     per_node = settings.get("slots_per_node")
     if per_node is not None and (
@@ -120,10 +131,10 @@ def request_lines(
 
 
 def notice_s(limit: str | None) -> int:
-    """Return how many seconds before its time limit a job must start to stop.
+    """Return how many seconds before its time limit a job must begin to stop.
 
     The result is a tenth of the limit, within the range ``NOTICE_S``. ``limit`` is in one of sbatch's formats, for example
-    ``MINUTES`` or ``DAYS-HOURS``; None if unknown.
+    ``MINUTES`` or ``DAYS-HOURS``. If it is None or another text, the result is the maximum of the range.
     """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", (limit or "").strip())
     least_s, most_s = NOTICE_S
@@ -140,7 +151,7 @@ def notice_s(limit: str | None) -> int:
 
 
 def refused_options(options: Sequence[str]) -> list[str]:
-    """Return the ``options`` that users may not set for a job of ``holding_script``."""
+    """Return those ``options`` that users may not set for a job of ``holding_script``."""
     own = (
         "--job-name", "-J", "--array", "-a", "--wrap", "--chdir", "-D", "--output", "-o", "--requeue",
         "--wait", "-W", "--parsable", "--test-only", *CLUSTER_OPTIONS,
@@ -165,8 +176,14 @@ def batch_script(
 ) -> str:
     """Return the batch script that starts a run, and resumes the run after a requeue.
 
-    ``request`` has the options that request slots; the user's ``options`` come last and win. The script runs ``command``. A
-    comment has the user's command, ``submitted_by``.
+    Args:
+        name: name of the job.
+        request: the sbatch options that request slots.
+        options: the user's sbatch options, which come last and take precedence.
+        run_directory: the run directory, which the script creates and which has the job's log.
+        working_directory: the directory in which the script runs ``command``.
+        command: the command of the script, which starts or resumes the run.
+        submitted_by: the user's command, for a comment in the script.
 
     Raises:
         ConfigError: a directory has characters that Slurm cannot handle.
@@ -184,10 +201,14 @@ def batch_script(
 def holding_script(
     *, name: str, title: str, request: Sequence[str], options: Sequence[str], directory: Path
 ) -> str:
-    """Return the batch script of a job that only holds nodes for a master.
+    """Return the batch script of a job that only reserves nodes for a master.
 
-    ``request`` has the options that request slots; the user's ``options`` come last and win. ``title`` names the trial in a
-    comment. ``directory`` has the job's files, and is mounted by the master's machine and the nodes.
+    Args:
+        name: name of the job.
+        title: description of the trial, for a comment in the script.
+        request: the sbatch options that request slots.
+        options: the user's sbatch options, which come last and take precedence.
+        directory: directory for the job's files, on a file system that the master's machine and the nodes share.
 
     Raises:
         ConfigError: a directory has characters that Slurm cannot handle.

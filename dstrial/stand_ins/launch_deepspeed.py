@@ -18,6 +18,9 @@ def parse_args(args: list[str]) -> list[str]:
     Args:
         args: the command line after the module's name: ``--trial model_def:MyTrial``, or a script with its arguments,
             optionally after ``--``.
+
+    Raises:
+        SystemExit: the arguments are invalid.
     """
     parser = argparse.ArgumentParser(
         prog="determined.launch.deepspeed",
@@ -38,7 +41,7 @@ def parse_args(args: list[str]) -> list[str]:
 
 
 def main(script: list[str]) -> int:
-    """Run ``dstrial.launch`` with the result of ``parse_args``; return the status."""
+    """Run ``dstrial.launch`` with the result of ``parse_args``; return the exit code."""
     determined_imports.announce("determined.launch.deepspeed")
     return launch(script)
 

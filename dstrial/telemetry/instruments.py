@@ -1,6 +1,7 @@
 """Measure one rank's training; write telemetry reports on rank 0.
 
-Measuring neither synchronises devices nor communicates. Ranks send their samples to rank 0 together with the metrics of a report.
+Measuring neither synchronises devices nor communicates. The training loop sends the ranks' samples to rank 0, together with the
+metrics of a report.
 """
 
 from __future__ import annotations
@@ -50,7 +51,11 @@ AMD's of MI300X.
 
 
 def peak_flops(device: str, dtype: str) -> float | None:
-    """Return the peak FLOP/s in the data sheet of a device; None if not known here."""
+    """Return a device's peak FLOP/s from its data sheet.
+
+    ``device`` is the name that torch reports, and ``dtype`` a type such as ``bfloat16``. Return None if the table
+    ``_DATA_SHEETS`` lacks the device or the type.
+    """
     words = device.replace("-", " ").split()
     for name, figures in _DATA_SHEETS:
         if all(word in words for word in name.split()):
@@ -70,9 +75,11 @@ def timed_events(accelerator: Any) -> Callable[[], Event] | None:
 class AsyncSample:
     """A ``RankSample`` whose gradient norm is still being copied from the device.
 
+    The constructor starts the copy and does not wait.
+
     Args:
         sample: all other fields of the ``RankSample``.
-        norm: the gradient norm, a number or a tensor; None without one. A copy from a CUDA device is only started.
+        norm: the gradient norm, a number or a tensor; None if unknown.
     """
 
     def __init__(self, sample: dict[str, Any], norm: Any) -> None:
@@ -96,12 +103,12 @@ class AsyncSample:
 
 
 class Instruments(contextlib.AbstractContextManager["Instruments"]):
-    """Measures time, tokens, FLOPs and memory of one rank's training in the block.
+    """Context manager that measures one rank's training: time, tokens, FLOPs, memory.
 
     Args:
         engines: the trial's DeepSpeed engines.
         replica: index of this rank's data-parallel replica.
-        count_tokens: returns the number of tokens in a micro batch; None if unknown.
+        count_tokens: function that returns the number of tokens in a micro batch, or None if unknown.
     """
 
     def __init__(
@@ -143,8 +150,8 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
     def begin(self, batches_trained: int, *, reads_whole_records: bool = False) -> None:
         """Set the number of batches that were trained before the measurement.
 
-        ``reads_whole_records``: whether each rank of a sequence-parallel group reads whole sequences, so that tokens can be
-        counted.
+        With sequence parallelism, tokens are counted only if ``reads_whole_records`` is true: each rank's loader yields whole
+        sequences, not parts.
         """
         self._start = batches_trained
         self._counts_tokens |= reads_whole_records
@@ -153,7 +160,7 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         self._timer.switch(is_training)
 
     def on_batch_loaded(self, micro_batch: Any, seconds: float) -> None:
-        """Count a micro batch's tokens, and ``seconds`` of waiting for it."""
+        """Count a micro batch's tokens, and the ``seconds`` of waiting for the loader."""
         self._data_wait_s += seconds
         if self._num_tokens is not None and self._counts_tokens:
             tokens = self._tokens_of(micro_batch)
@@ -172,7 +179,7 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         return None
 
     def without_loader(self) -> None:
-        """Mark data wait and FLOPs as unknown, for scripts that load data on their own."""
+        """Report data wait and FLOPs as unknown, because the user's script loads data."""
         self._knows_data_wait = False
         self._flops = FlopCount(0.0, unknown="the script draws its records itself")
 
@@ -190,7 +197,10 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         return counted
 
     def counting(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a reusable context manager in which FLOPs and memory are counted."""
+        """Return a reusable context manager in which FLOPs and memory are counted.
+
+        If FLOPs cannot be counted, only memory is measured.
+        """
         unknown = why_uncountable(self._engines)
         self._timer.entering = self._memory.entering
         if unknown is not None:
@@ -204,7 +214,7 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         return counter
 
     def end_first_batch(self, batches_trained: int, seconds: float) -> None:
-        """End the counting of FLOPs and memory; drop all other measurements of the batch.
+        """End the counting of FLOPs and memory; drop all other measurements so far.
 
         ``batches_trained`` includes the first batch, which took ``seconds``.
         """
@@ -221,14 +231,14 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         self._seconds -= seconds
 
     def trained(self, seconds: float) -> None:
-        """Add ``seconds`` of training time, also those of the first batch.
+        """Add ``seconds`` of training time.
 
-        ``end_first_batch`` subtracts the seconds of the first batch.
+        Add the first batch's time too, because ``end_first_batch`` subtracts it.
         """
         self._seconds += seconds
 
     def sample(self, batches_trained: int) -> AsyncSample:
-        """Return the measurements since the last call, and start new ones.
+        """Return the measurements since the last call, and reset them.
 
         ``batches_trained`` is the number of batches trained so far.
         """
@@ -291,10 +301,13 @@ class TelemetryReports:
     def write(
         self, samples: Sequence[RankSample], batches_trained: int, num_records: int, num_skipped: int
     ) -> None:
-        """Write a report from one sample per rank; never raises.
+        """Write a report, and store the totals if they are older than 5 s. Never raises.
 
-        ``num_records``: number of records, over all replicas, in the batches that the samples measure. ``num_skipped``: optimizer
-        steps skipped in the run so far.
+        Args:
+            samples: one sample per rank.
+            batches_trained: number of batches trained so far.
+            num_records: number of records, over all replicas, in the batches that the samples measure.
+            num_skipped: number of optimizer steps skipped in the run so far.
         """
         try:
             self._totals.add(samples, num_records)

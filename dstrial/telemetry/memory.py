@@ -2,7 +2,7 @@
 
 Uses of memory are parameters, gradients, optimizer state, activations and buffers. All but activations are sums over the storages
 of the engines' tensors. If FLOPs are counted, activations and the peak are tracked operation by operation. Otherwise, activations
-are the growth of the device's memory counter in the forward pass; on the CPU they are unknown.
+are the growth of the device's memory counter in the forward pass, and are unknown on the CPU.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def memory_now(accelerator: Any) -> dict[str, int]:
 class FirstBatchMemory:
     """Measures memory by use (parameters, gradients, ...) in a rank's first batch.
 
-    ``found_by`` describes the method of measurement; None before the first step and after an error. Never raises.
+    Methods never raise. Attribute ``found_by`` is ``BY_OPERATIONS``, ``BY_COUNTERS`` or ``BY_STORAGES``; None before the
+    first step and after an error.
     """
 
     def __init__(self, engines: Sequence[Any], accelerator: Any) -> None:
@@ -92,7 +93,7 @@ class FirstBatchMemory:
                 self._found[f"{ACTIVATIONS}_bytes"] = max(0, left)
 
     def around_step(self, call: Callable[[], ResultT]) -> ResultT:
-        """Run ``call``, an engine's step; measure memory around it; return the result.
+        """Run an engine's step, ``call``, and return its result; measure memory around it.
 
         Steps that only accumulate gradients are not measured.
         """
@@ -113,7 +114,10 @@ class FirstBatchMemory:
         self._split = None
 
     def bytes(self) -> dict[str, int]:
-        """Return the memory by use: ``<use>_bytes`` -> maximum; {} before the first step."""
+        """Return ``<use>_bytes`` -> maximum number of bytes.
+
+        Return {} before the first step and after an error.
+        """
         return dict(self._found) if self.found_by is not None else {}
 
     def _operation(self, result: Any, args: Any) -> None:

@@ -1,6 +1,7 @@
 """Time forward, backward and step of a rank's engines without blocking.
 
-On an accelerator, device events are recorded in some batches, and read at a later report. On the CPU, the host's clock is used.
+On an accelerator, device events are recorded in some batches, and their times are read at a later report. On the CPU, the
+host's clock is used in all batches.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ResultT = TypeVar("ResultT")
 # report from the number of batches since the last one.
 MOST_TIMED = 32
 
-# Maximum number of recorded phases that are not read yet; batches beyond it are not timed.
+# Maximum number of recorded phases whose times are not read yet; further batches are not timed.
 _MAX_PENDING = 4096
 
 
@@ -43,8 +44,8 @@ class PhaseTimer:
     """Times the phases of a rank's engines; pass one to ``observe_engines``.
 
     Attributes:
-        around_step: function that runs an engine's step, which is its argument; None to run steps directly.
-        entering: function that is called at the beginning of each phase with the phase's name; None for no call.
+        around_step: function that gets an engine's step as a function, runs the step and returns its result; None if not used.
+        entering: function that is called at the beginning of each phase with the phase's name; None if not used.
     """
 
     def __init__(
@@ -78,7 +79,11 @@ class PhaseTimer:
         self._is_on = is_on
 
     def run(self, phase: str, engine: Any, call: Callable[[], ResultT]) -> ResultT:
-        """Run ``call``, an engine's method; time it as ``phase``; return its result."""
+        """Run an engine's method, ``call``, and return its result; time it as ``phase``.
+
+        The call is not timed if timing is off, or if it is inside another timed call. A pipeline's ``train_batch`` is timed by
+        its instructions.
+        """
         if not self._is_on or self._is_inside:
             return call()
         if phase == "train_batch":
@@ -86,9 +91,9 @@ class PhaseTimer:
         return self._timed(phase, call)
 
     def stepped(self, engine: Any) -> None:
-        """Count a batch for each step of the engine that steps first in a batch.
+        """Count a batch at the end of an optimizer step of ``engine``.
 
-        Steps of the trial's other engines are ignored.
+        Only steps of the engine that steps first are counted. A no-op for other engines, or if timing is off.
         """
         if not self._is_on:
             return
@@ -107,7 +112,8 @@ class PhaseTimer:
     def take(self) -> dict[str, float]:
         """Return phase -> average seconds per batch, since the last call.
 
-        Only timed batches count. Batches whose events the device has not reached yet are included in the next call's result.
+        The average is over timed batches; {} if no batch was timed. Batches whose events the device has not reached yet are
+        included in a later result.
         """
         if self._make_event is not None:
             self._read_events()

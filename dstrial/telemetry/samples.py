@@ -52,10 +52,10 @@ class RankSample:
         return cls(**fields, flops=None if flops is None else (flops[0], flops[1]))
 
     def times_ms(self) -> dict[str, float]:
-        """Return the average milliseconds per batch: ``batch_ms``, and ``<phase>_ms``.
+        """Return average milliseconds per batch; {} if no batch was measured.
 
-        The result is empty if no batch was measured. The phases may sum to more than the total, because the host may wait for
-        data while the device computes.
+        Keys are ``batch_ms`` (the total), ``data_wait_ms`` if known, ``<phase>_ms`` and ``other_ms`` (the rest). The parts may
+        sum to more than the total, because the host may wait for data while the device computes.
         """
         if not self.num_batches:
             return {}
@@ -72,13 +72,14 @@ def report_metrics(
 ) -> dict[str, Any]:
     """Return the metrics of a telemetry report, over all ranks.
 
-    The key ``ranks`` has each metric that differs between ranks as a list by rank.
+    Times are averaged over the ranks; of memory, the maximum is reported. Key ``ranks`` has a dict: metric of time or memory ->
+    list with the values of all ranks.
 
     Args:
-        samples: one per rank.
+        samples: one sample per rank, in the order of the ranks.
         num_records: number of records, over all replicas, in the batches that the samples measure.
-        num_skipped: optimizer steps skipped in the run so far.
-        peak_flops_per_s: of one device; None if unknown.
+        num_skipped: number of optimizer steps skipped in the run so far.
+        peak_flops_per_s: peak FLOP/s of one device; None if unknown.
     """
     times = [sample.times_ms() for sample in samples]
     metrics: dict[str, Any] = {}
@@ -113,9 +114,9 @@ def _names(found: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def tokens_of(samples: Sequence[RankSample]) -> int | None:
-    """Return the number of tokens that all replicas have read; None if one is unknown.
+    """Return how many tokens all replicas have read; None if unknown for a replica.
 
-    If several ranks of a replica read the same records, the tokens are counted once.
+    If several ranks of a replica read the same records, these tokens count only once.
     """
     by_replica: dict[int, int | None] = {}
     for sample in samples:
@@ -128,10 +129,10 @@ def tokens_of(samples: Sequence[RankSample]) -> int | None:
 
 
 def compute_rates(samples: Sequence[RankSample], peak_flops_per_s: float | None) -> dict[str, float]:
-    """Return the FLOP rates of one device, averaged over all ranks; {} without FLOPs.
+    """Return the FLOP rates of one device, averaged over all ranks.
 
-    The result has the TFLOPS of the model (without recomputation) and of the hardware. If the peak is known, it also has the
-    fractions of the peak, MFU and HFU.
+    The result has the TFLOPS of the model (without recomputation) and of the hardware (with recomputation). If the peak is
+    known, the result also has the fractions of the peak, MFU and HFU. Return {} if FLOPs are unknown for a rank.
     """
     counted = [sample.flops for sample in samples if sample.flops is not None]
     first = samples[0]
@@ -148,7 +149,7 @@ def compute_rates(samples: Sequence[RankSample], peak_flops_per_s: float | None)
 
 @dataclasses.dataclass(slots=True)
 class RunTotals:
-    """Sums of all ranks' samples since the start of the process; the newest samples."""
+    """Sums over all samples of all ranks since the process start, and newest samples."""
 
     num_batches: int = 0
     seconds: float = 0.0

@@ -34,9 +34,9 @@ _MIB = 2**20
 
 
 def summary_rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the lines of the summary as (name, text); [] for a run of one batch.
+    """Return the lines of the summary as (name, text).
 
-    ``document`` is the result of ``RunTotals.to_json``.
+    ``document`` is the result of ``RunTotals.to_json``. Return [] if no batch was measured, because the run had one batch.
     """
     if not document.get("num_batches"):
         return []
@@ -122,8 +122,8 @@ def _bytes(value: int) -> str:
 def memory_rows(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Return the rows of the memory table as (name, text); [] without measured memory.
 
-    ``ranks`` has ``RankSample.memory_bytes`` of each rank. The table shows the first measured rank and the rank with the most
-    memory.
+    ``ranks`` has ``RankSample.memory_bytes`` of each rank. The table shows the first rank whose memory by use was measured, and
+    the rank with the highest peak.
     """
     measured = {rank: one for rank, one in enumerate(ranks) if one.get("parameters_bytes") is not None}
     if not measured:

@@ -36,7 +36,7 @@ class MasterForTest:
 
     @property
     def record(self) -> MasterRecord:
-        """Address, pid, start time and ids of the current or last master process.
+        """Address, pid, start time and ids of the running or, if none runs, last master.
 
         Raises:
             MasterError: the master was never started.
@@ -58,7 +58,7 @@ class MasterForTest:
         return Client(self.address, new_token(self.record, username))
 
     def password(self, username: str = "determined") -> str:
-        """Return the password that a user has at the master's first start; "" for none."""
+        """Return a user's initial password; "" if the user has a blank password."""
         return str(read_credentials(self.state).get(username, ""))
 
     def dstrial(
@@ -85,7 +85,11 @@ class MasterForTest:
         return self.record
 
     def kill(self) -> None:
-        """Kill the master with SIGKILL; wait for its exit. Its trials continue to run."""
+        """Kill the master with SIGKILL; wait for its exit. Its trials continue to run.
+
+        Raises:
+            MasterError: the process still exists after two minutes.
+        """
         record = self.record
         with contextlib.suppress(ProcessLookupError):
             os.kill(record.pid, signal.SIGKILL)

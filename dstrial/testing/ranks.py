@@ -80,15 +80,16 @@ def run_function(
         function: a function defined at the top level of a file, which every rank imports.
         num_ranks: number of ranks, on this machine.
         args: picklable arguments, the same for all ranks.
-        deadline_s: seconds after which the ranks are killed and their stacks printed.
+        deadline_s: timeout in seconds, after which the ranks print their stacks to stderr and are killed.
         env: further environment variables, which override those of torchrun.
-        check: whether a failing rank raises an error.
+        check: if True, a failed rank raises an error, and other ranks are killed after 10 s. If False, check ``exit_code``.
 
     Returns:
-        One result per rank, by rank.
+        One result per rank, in the order of the ranks.
 
     Raises:
-        RanksFailedError: the deadline passed or, with ``check``, a rank failed.
+        RanksFailedError: the deadline passed or, if ``check`` is true, a rank failed.
+        ValueError: the function is not at the top level of a file.
     """
     source = inspect.getsourcefile(function)
     if source is None or "<" in function.__qualname__:
@@ -170,9 +171,10 @@ def _run(
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline_s: float, *, is_failure_final: bool) -> bool:
-    """Wait until all ranks have exited; return False after ``deadline_s`` seconds.
+    """Wait until all ranks have exited; return False if the deadline passes before.
 
-    With ``is_failure_final``, the wait also ends 10 s after a rank has failed, and returns True.
+    If ``is_failure_final`` is true, the wait also ends 10 s after a rank has failed, and the result is True. Ranks that then
+    still run, or at the deadline, get SIGABRT, so that they print their stacks.
     """
     give_up_at_s = time.monotonic() + deadline_s
     is_failing = False

@@ -125,12 +125,12 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     # ---- metrics -------------------------------------------------------------------------------------
 
     def reduce_metrics(self, for_training: bool) -> dict[str, Any]:
-        """Return the metrics of the wrapped reducers, reduced over all ranks.
+        """Return the metrics of the user's metric reducers, reduced over all ranks.
 
-        ``for_training`` selects the training reducers instead of the validation reducers.
+        ``for_training``: True selects the training reducers, False the validation reducers.
 
         Returns:
-            Metric name -> result of ``cross_slot_reduce``, equal on every rank.
+            Metric name -> result of the reducer's ``cross_slot_reduce``, equal on every rank; {} without reducers.
 
         Ranks: all, collectively.
         """
@@ -207,7 +207,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return model
 
     def _fit_to_checkpoint(self, engine: Any) -> dict[str, Any]:
-        """Return the settings given in an engine's config, as in ``EngineRecord.given``.
+        """Return the user's settings in an engine's config, as in ``EngineRecord.given``.
 
         In a resumed run, also set the engine's batch sizes so that ``train_batch_size`` is that of the checkpoint.
         """
@@ -352,7 +352,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._first_adapter("the micro batch size").micro_batch_size
 
     def get_data_parallel_rank(self) -> int:
-        """Return the index, from 0, of this rank's data-parallel replica."""
+        """Return the index of this rank's data-parallel replica, from 0."""
         self._first_adapter("the data-parallel rank")
         return self._runtime.mpu.data_parallel_rank
 
@@ -449,7 +449,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._runtime.exp_conf
 
     def get_data_config(self) -> dict[str, Any]:
-        """Return the ``data`` section of the experiment config."""
+        """Return a copy of the ``data`` section of the experiment config; {} if missing."""
         return dict(self.get_experiment_config().get("data") or {})
 
     def get_hparams(self) -> dict[str, Any]:
@@ -521,7 +521,11 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     def get_global_batch_size(self) -> int:
         """Return ``global_batch_size``, rounded down to a multiple of the number of ranks.
 
-        ``global_batch_size`` is a hyperparameter. DeepSpeed instead uses ``train_batch_size`` of the DeepSpeed config.
+        ``global_batch_size`` is a hyperparameter that DeepSpeed ignores: the engines use ``train_batch_size`` of the DeepSpeed
+        config.
+
+        Raises:
+            ValueError: the hyperparameter is not set.
         """
         if self._global_batch_size is None:
             raise ValueError(
@@ -530,7 +534,10 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._global_batch_size
 
     def get_per_slot_batch_size(self) -> int:
-        """Return hyperparameter ``global_batch_size`` // number of ranks."""
+        """Return hyperparameter ``global_batch_size`` divided by the number of ranks.
+
+        The result is rounded down. Raises ``ValueError`` if the hyperparameter is not set.
+        """
         if self._per_slot_batch_size is None:
             raise ValueError(
                 "the hyperparameter global_batch_size is not set; pass it in hparams to dstrial.init()."
@@ -583,7 +590,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     def set_profiler(self, *args: Any, **kwargs: Any) -> None:
         """Profile the training with ``torch.profiler.profile(*args, **kwargs)``.
 
-        The loop steps the profiler after every batch. Traces are written to the TensorBoard directory.
+        The training loop calls the profiler's ``step`` after every batch. Traces are written to the TensorBoard directory.
         """
         handler = torch.profiler.tensorboard_trace_handler(str(self.get_tensorboard_path()))
         self.profiler = torch.profiler.profile(*args, on_trace_ready=handler, **kwargs)
@@ -595,7 +602,10 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._runtime.is_stop_requested
 
     def set_stop_requested(self, stop_requested: bool) -> None:
-        """Request or withdraw a stop; if any rank requests one, all ranks save and stop."""
+        """Request a stop of the training (True), or withdraw the request (False).
+
+        If any rank has requested a stop, all ranks save a checkpoint and stop.
+        """
         if not isinstance(stop_requested, bool):
             raise AssertionError("stop_requested must be a boolean")
         if stop_requested:

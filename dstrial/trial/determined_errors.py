@@ -42,7 +42,7 @@ class AccumulationError(TrialContractError, AssertionError):
 
 
 class _Internal(errors.InternalException):  # type: ignore[misc]  # untyped
-    """Determined's ``InternalException`` without the request to contact Determined."""
+    """``InternalException`` whose message does not ask users to contact Determined."""
 
     def __init__(self, message: str) -> None:
         Exception.__init__(self, message)
@@ -50,8 +50,9 @@ class _Internal(errors.InternalException):  # type: ignore[misc]  # untyped
 
 
 class NotTrainingError(TrialContractError, _Internal):
-    """The current batch or epoch was requested before training, or is unknown.
+    """The current batch or epoch was requested before training or cannot be computed.
 
+    The epoch cannot be computed if the training loader has no length.
     Also an ``InternalException`` of Determined.
     """
 

@@ -31,9 +31,10 @@ class ModelParallelUnit:
     Attributes:
         data_parallel_rank: index of this rank's replica, from 0.
         data_parallel_world_size: number of replicas.
-        should_report_metrics: whether this rank's results of ``train_batch`` and ``evaluate_batch`` are used; in a
-            pipeline only on the last stage.
-        should_build_data_loader: whether this rank reads records; in a pipeline only on the first and last stage.
+        should_report_metrics: whether this rank's results of ``train_batch`` and ``evaluate_batch`` are used. In a
+            pipeline, only ranks of the last stage have True.
+        should_build_data_loader: whether this rank reads records. In a pipeline, only ranks of the first and last stage
+            have True.
     """
 
     data_parallel_rank: int
@@ -43,7 +44,7 @@ class ModelParallelUnit:
 
 
 def make_data_parallel_mpu(dist_context: core.DistributedContext) -> ModelParallelUnit:
-    """Return this rank's ``ModelParallelUnit`` if every rank is a replica of its own."""
+    """Return this rank's ``ModelParallelUnit`` for pure data parallelism."""
     return ModelParallelUnit(
         data_parallel_rank=dist_context.get_rank(),
         data_parallel_world_size=dist_context.get_size(),
@@ -55,7 +56,8 @@ def make_data_parallel_mpu(dist_context: core.DistributedContext) -> ModelParall
 def make_deepspeed_mpu(topology: Any) -> ModelParallelUnit:
     """Return this rank's ``ModelParallelUnit`` for a pipeline engine.
 
-    ``topology`` is ``engine.mpu``. Unlike in Determined, only the last stage, which has the loss, reports metrics.
+    ``topology`` is ``engine.mpu``. Unlike in Determined, only the last stage, which has the loss, reports metrics. Of the
+    tensor-parallel ranks of a stage, only the first reads records and reports metrics.
     """
     stage = topology.get_pipe_parallel_rank()
     last_stage = topology.get_pipe_parallel_world_size() - 1
@@ -77,16 +79,18 @@ class TrialRuntime:
         engines: the wrapped engines, in the order of wrapping; the same list as ``context.models``.
         given_settings: for each engine, the batch sizes, parallel sizes and class names given in its config.
         wrapped_reducers: the user's metric reducers as Determined wraps them, in the order of wrapping.
-        given_hparams: hyperparameters as given by the user; None if not given.
-        hparams: like ``given_hparams``, but with batch sizes that keep the resumed checkpoint's.
+        given_hparams: the user's hyperparameters; None if not given.
+        hparams: ``given_hparams``; in a resumed run with batch sizes that keep the checkpoint's ``train_batch_size``.
         exp_conf: the experiment config; None if not given.
         trial_seed: the trial's seed; None if not configured.
         steps_completed: batches trained before this process, or in the checkpoint that ``fit`` resumes from.
-        resumed: the run that wrote the checkpoint to resume from, whose batch size is kept; None for a new run.
+        resumed: the run that wrote the checkpoint to resume from, whose batch size is kept; None for a new run, or if only
+            the checkpoint's weights are loaded.
         mpu: this rank's replica and roles.
         accumulates_itself: whether one ``train_batch`` call trains a whole batch (``disable_auto_grad_accumulation``).
         stop_signals: records SIGTERM and Ctrl-C as stop requests; None if not set up.
-        own_run: on rank 0, the run directory whose ``run.json`` this script updates; None if a launcher updates it.
+        own_run: on rank 0, the run directory whose ``run.json`` this script updates; None on other ranks, or if a launcher
+            updates the file.
         is_own_run: whether this script, not a launcher, updates ``run.json``; equal on all ranks.
         current_batch_idx: the current batch, counted from 0 over the whole run; None before training.
         epoch_length: batches per epoch; None if not yet known or if the loader has no length.
@@ -146,7 +150,7 @@ class TrialRuntime:
 
     @property
     def kept_reports(self) -> LocalTrainContext | None:
-        """``core.train`` if it writes a run directory; None if only a master gets reports."""
+        """``core.train`` if reports go to a run directory; None if only to a master."""
         train = self.core.train
         return train if isinstance(train, LocalTrainContext) else None
 
@@ -195,7 +199,7 @@ class TrialRuntime:
             writer.close()
 
     def checkpoint_metadata(self, layouts: Sequence[Mapping[str, Any]], trial_id: int) -> dict[str, Any]:
-        """Return metadata to save in a checkpoint, for the comparison with a later config.
+        """Return metadata to save in a checkpoint, to compare it with a later config.
 
         ``layouts`` has each engine's ``Layout`` as JSON; ``trial_id`` is the id of the trial that saves.
         """

@@ -30,7 +30,10 @@ def tokens_in(micro_batch: Any) -> int | None:
 
 
 class _HarnessRefusal(det.TrialController):  # type: ignore[misc]  # determined ships no usable types for it
-    """Makes Determined's harness fail with a message that names the right entrypoint."""
+    """Trial controller with which Determined's harness fails at the start.
+
+    The error message names the right entrypoint.
+    """
 
     @classmethod
     def pre_execute_hook(cls, env: Any, distributed_backend: Any) -> None:  # noqa: ARG003  # Determined's hook
@@ -68,9 +71,10 @@ class Checkpointable:
         return f"model{engine_idx}"
 
     def _load_beside_engines(self, context: DeepSpeedTrialContext, load_path: pathlib.Path) -> None:
-        """Load the files that ``save`` wrote besides the engines' files.
+        """Load the additional state that a subclass's ``save`` wrote.
 
-        Called instead of ``load`` if the engines' state is resharded. By default nothing is loaded.
+        Called instead of ``load`` if the engines' state is resharded, because dstrial then loads the engines. A no-op by
+        default.
         """
 
 
@@ -136,8 +140,8 @@ class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # 
     def build_training_data_loader(self) -> Any:
         """Return the training records as a ``dstrial.DataLoader`` of micro batches.
 
-        Its ``batch_size`` must be ``context.get_train_micro_batch_size_per_gpu()``. To return another class of loader, call
-        ``context.disable_dataset_reproducibility_checks()`` before. Ranks: only those that read records.
+        The loader's ``batch_size`` must be ``context.get_train_micro_batch_size_per_gpu()``. To return another class of loader,
+        first call ``context.disable_dataset_reproducibility_checks()``. Ranks: only those that read records.
         """
 
     @abc.abstractmethod

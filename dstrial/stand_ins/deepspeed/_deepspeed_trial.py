@@ -46,7 +46,8 @@ class DeepSpeedTrialController:
     def pre_execute_hook(cls, trial_seed: int, distributed_backend: Any) -> None:
         """Create the process group and seed random states.
 
-        No process group if ``DET_MANUAL_INIT_DISTRIBUTED`` is set. Ranks: all, collectively.
+        Create no process group if ``DET_MANUAL_INIT_DISTRIBUTED`` is set. ``distributed_backend`` is ignored. Ranks: all,
+        collectively.
         """
         del distributed_backend
         import deepspeed
