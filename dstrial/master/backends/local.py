@@ -117,7 +117,7 @@ def prepare(
 
 
 def _marker_of(directory: Path) -> str:
-    """Return the value of ``MARKER_VARIABLE`` in all processes of an allocation."""
+    """Return the value of ``MARKER_VARIABLE`` in the environment of an allocation."""
     return hashlib.sha256(os.fsencode(directory)).hexdigest()[:32]
 
 
@@ -306,7 +306,7 @@ def kill(handle: SupervisorHandle | None, directory: Path, *, leaves_record: boo
 
     A running supervisor is asked to kill the other processes and to write ``exit.json``. With ``leaves_record=False``, the
     supervisor itself is killed and ``exit.json`` is not written. If the supervisor is dead or killed, kill the processes in its
-    session and those with the allocation's marker in their environment, and wait until they have ended.
+    session and those with the allocation's marker in their environment. Then wait some seconds for their end.
     """
     if handle is not None and is_alive(handle):
         _signal(handle, signal.SIGUSR1 if leaves_record else signal.SIGKILL)

@@ -57,8 +57,8 @@ def read_lines(directory: Path, offset: int, max_bytes: int) -> LogRead:
 def parse(raw: str) -> LogLine:
     """Split a line of the log into time, stream, level, rank and text.
 
-    A line without a valid time gets the time 0 and the stream stderr.
-    A time in the future, which a trial could write, is replaced by the current time.
+    A line without a valid time gets the time 0 and the stream stderr. A time in the future, which a trial could write, is
+    replaced by the current time.
     """
     head = _HEAD.match(raw)
     time_us, stream, text = (

@@ -38,7 +38,7 @@ _TRACKERS_END_S = 10.0  # grace period of multiprocessing's resource trackers, t
 _TRAILING_OUTPUT_S = 2.0  # timeout for reading the pipes after the entrypoint's end
 _TABLE_READS = 5  # attempts to get a table from /proc in which no parent is missing
 _TICK_S = 0.5  # interval of checks of the lease and signals
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors that end once the disk has space
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors that end when the disk has space again
 _TAIL_BYTES = 1 << 20  # size of the last lines that are kept of output beyond the limit
 
 

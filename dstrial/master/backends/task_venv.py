@@ -241,7 +241,10 @@ def _write_script(path: Path, text: str) -> None:
 
 
 def _constraints() -> str:
-    """Return pip constraints: the versions of ``KEPT``, and their met requirements."""
+    """Return pip constraints: the versions of ``KEPT``, and what these packages require.
+
+    Requirements that the base Python does not meet are omitted.
+    """
     try:
         requirements = importlib.import_module("packaging.requirements")
     except ImportError:

@@ -80,7 +80,7 @@ class Route:
     """An endpoint: method, path, handler, and which token a request needs.
 
     Path parameters are in braces; ``{trial_id:int}`` accepts 32-bit integers. ``unauthenticated`` is the handler of requests
-    without a valid token, for example a redirect to the login page; if it is None, the response to these is HTTP 401.
+    without a valid token, for example one that shows a login page. If it is None, such requests get HTTP 401.
     """
 
     method: str

@@ -282,7 +282,10 @@ def tensorboard_sources(
     experiment_ids: Collection[int],
     trial_ids: Collection[int],
 ) -> dict[str, Path]:
-    """Return TensorBoard run name -> directory of event files, which may not exist."""
+    """Return TensorBoard run name -> directory of event files, which may not exist.
+
+    Raises ``InvalidError`` without ids, for more than ``MAX_TRIALS`` trials, or for an object storage.
+    """
     if not experiment_ids and not trial_ids:
         raise InvalidError(
             "experimentIds and trialIds are empty; expected what to show. Name an experiment, or trials with -t."

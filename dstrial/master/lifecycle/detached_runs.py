@@ -202,7 +202,10 @@ def _refuse_deleting(row: experiment_rows.Experiment) -> None:
 
 
 def _reopen(tx: Transaction, trial: trial_rows.Trial, *, is_archived: bool = False) -> None:
-    """Set a terminal trial and its experiment to ACTIVE; set the archived flag, too."""
+    """Set a terminal trial and its experiment back to ACTIVE.
+
+    ``is_archived`` is the experiment's archived flag after the call.
+    """
     trial_rows.update(tx, trial.id, state="ACTIVE", end_us=None, is_closed=False, is_lost=False)
     tasks.update(tx, trial.task_id, end_us=None)
     experiment_rows.update(

@@ -149,7 +149,10 @@ def delete(tx: Transaction, experiment_id: int) -> None:
 
 
 def check_deletable(tx: Transaction, row: experiment_rows.Experiment) -> None:
-    """Raise ``InvalidError`` if an experiment is active or a model uses a checkpoint."""
+    """Raise ``InvalidError`` unless an experiment may be deleted.
+
+    The experiment must have ended, and the model registry must have none of its checkpoints.
+    """
     if row.state not in TERMINAL | DELETING:
         raise InvalidError(
             f"experiment {row.id} is {row.state}; expected one that has ended. Cancel or kill it first."
@@ -253,7 +256,10 @@ def _check_continuable(row: experiment_rows.Experiment, submission: Submission |
 
 
 def _resample(tx: Transaction, trial_id: int, submission: Submission) -> None:
-    """Store a single trial's hyperparameters, newly sampled from a changed config."""
+    """Sample a trial's hyperparameters anew from a changed config, and store them.
+
+    For experiments with the single searcher.
+    """
     seed = int(submission.config["reproducibility"]["experiment_seed"])
     for action in Searcher.new(submission.config, seed).initial_trials():
         if isinstance(action, Create):
@@ -348,7 +354,10 @@ def delete_workspace(tx: Transaction, workspace_id: int) -> bool:
 
 
 def finish_project(tx: Transaction, project_id: int) -> None:
-    """Delete a project without experiments; set any other project to DELETE_FAILED."""
+    """Delete a project without experiments; set any other project to DELETE_FAILED.
+
+    Called after the deletion of the experiments, which may have failed.
+    """
     left = experiment_rows.of_project(tx.connection, project_id)
     if not left:
         projects.delete(tx, project_id)
@@ -360,7 +369,10 @@ def finish_project(tx: Transaction, project_id: int) -> None:
 
 
 def finish_workspace(tx: Transaction, workspace_id: int) -> None:
-    """Delete a workspace without content; set any other workspace to DELETE_FAILED."""
+    """Delete a workspace without content; set any other workspace to DELETE_FAILED.
+
+    Called after the deletion of the projects, which may have failed.
+    """
     left = projects.list_projects(tx.connection, workspace_id)
     if left:
         why = f"project {left[0].name!r} could not be deleted: {left[0].error}"

@@ -68,7 +68,7 @@ class Storages:
         return None if instead is None else str(StorageGoneError(str(root), instead))
 
     def trouble_of(self, experiment_id: int) -> str | None:
-        """Return why an experiment's storage is unavailable; None as for ``trouble``."""
+        """Return ``trouble`` of an experiment's storage; None for a deleted experiment."""
         with self._database.read() as connection:
             experiment = experiments.get(connection, experiment_id)
         if experiment is None:  # deleted concurrently

@@ -63,7 +63,7 @@ class _Queue:
     rows: Sequence[jobs.WaitingTrial | commands.CommandInfo] = ()  # of all waiting trials and commands
     entries: list[_Entry] = dataclasses.field(
         default_factory=list
-    )  # those that may start, the most urgent first
+    )  # trials and commands that may start, the most urgent first
     # Trials that need more slots than are enabled.
     lacking: list[jobs.WaitingTrial] = dataclasses.field(default_factory=list)
     # Trials whose checkpoint or config could not be read, with the error.

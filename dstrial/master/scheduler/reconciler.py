@@ -121,7 +121,7 @@ class Reconciler:
         return has_more
 
     def _reconcile(self, row: Allocation, run: RunRef, state: _State) -> bool:
-        """Store an allocation's new output and its exit, and stop it if a request is due.
+        """Store an allocation's new output and exit; carry out stop and kill requests.
 
         Returns whether more output is ready to be read.
         """

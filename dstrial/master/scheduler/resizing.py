@@ -101,10 +101,10 @@ def is_single_node(connection: Connection, experiment_id: int) -> bool:
 def grown(
     one: Waiting, slots: Collection[int], free: Collection[int], enabled: Collection[int], used: int
 ) -> int:
-    """Return to which of its ``choices`` a running trial can grow now; 0 if to none.
+    """Return the slot count to which a running trial can grow now; 0 if none.
 
-    ``slots`` are the ids of the trial's slots, which it can use again. ``used`` is the number of slots that its experiment
-    uses.
+    ``one.choices`` are the counts to try, best first. ``slots`` are the ids of the trial's present slots, which count as free.
+    ``used`` is the number of slots that its experiment uses.
     """
     available = {*free, *slots} & set(enabled)
     found = assignments([one], available, enabled, {one.experiment_id: used - len(slots)})

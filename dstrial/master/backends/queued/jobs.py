@@ -253,7 +253,7 @@ class NodeTable:
             self.ids = {**self.ids, **self._ids_of(new)}
 
     def names_of(self, excluded: frozenset[int]) -> frozenset[str]:
-        """Return names of nodes to avoid: with ``excluded`` ids, or without an answer."""
+        """Return the names of nodes to avoid: those in ``excluded``, and silent nodes."""
         return frozenset(name for name, id_ in self.ids.items() if id_ in excluded or id_ in self._silent)
 
     def update(self, jobs: Iterable[TrackedJob]) -> bool:

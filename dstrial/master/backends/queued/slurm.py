@@ -92,7 +92,7 @@ class SlurmEngine:
         return f"job {job_id}"
 
     def _query(self, words: Sequence[str]) -> str:
-        """Run a command of Slurm and return its output; send jobs a due heartbeat.
+        """Run a command of Slurm and return its output; send jobs a heartbeat if due.
 
         Raises:
             ConnectionError: the command fails.
