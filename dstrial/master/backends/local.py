@@ -306,7 +306,7 @@ def kill(handle: SupervisorHandle | None, directory: Path, *, leaves_record: boo
 
     A running supervisor is asked to kill the other processes and to write ``exit.json``. With ``leaves_record=False``, the
     supervisor itself is killed and ``exit.json`` is not written. If the supervisor is dead or killed, kill the processes in its
-    session and those with the allocation's marker in their environment. Then wait some seconds for their end.
+    session, and those whose environment has the allocation's marker. Then wait some seconds for their end.
     """
     if handle is not None and is_alive(handle):
         _signal(handle, signal.SIGUSR1 if leaves_record else signal.SIGKILL)

@@ -5,11 +5,11 @@
 LINE, if any, is logged first. If a fork server forked this process, the entrypoint is also started as a fork, if possible. This
 module uses only the standard library.
 
-The supervisor leads a session, adopts orphaned descendants, starts the entrypoint in a new process group, appends the
-entrypoint's output to ``output.log``, kills every descendant when the entrypoint has ended, and writes ``exit.json``. SIGTERM
-is forwarded to the entrypoint's process group; at SIGUSR1 the supervisor kills all descendants. If ``spec.json`` names a lease
-or an agent's pid file, the supervisor kills all descendants when the lease expires or the agent ends, and writes no
-``exit.json``.
+The supervisor leads a session and adopts orphaned descendants. It starts the entrypoint in a new process group and appends the
+entrypoint's output to ``output.log``. When the entrypoint has ended, the supervisor kills every descendant and writes
+``exit.json``. SIGTERM is forwarded to the entrypoint's process group; at SIGUSR1 the supervisor kills all descendants. If
+``spec.json`` names a lease or an agent's pid file, the end of the lease or the agent also kills all descendants. Then the
+supervisor writes no ``exit.json``.
 
 A line of ``output.log`` is ``<microseconds since 1970> <o|e> <text>``; o is stdout, e stderr. Of the output beyond the log's
 size limit, only the last ``_TAIL_BYTES`` are logged, when the entrypoint ends.

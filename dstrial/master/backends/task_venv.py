@@ -117,8 +117,8 @@ def site_directories() -> list[str]:
 def digest_of(hooks: Iterable[str], requirements: str | None, files: Path) -> str:
     """Return a shared environment's name.
 
-    The name is a hash of the base Python, its packages, ``requirements``, the hooks' contents, and those of the ``files`` that
-    may affect which packages are installed.
+    The name is a hash of the base Python, its packages, ``requirements``, and the contents of the hooks. Files under ``files``
+    that may affect which packages are installed are hashed, too.
     """
     found = (one.name for path in sys.path if Path(path).is_dir() for one in Path(path).iterdir())
     base = sorted(name for name in found if name.endswith((".dist-info", ".egg-info", ".egg-link")))
@@ -241,7 +241,7 @@ def _write_script(path: Path, text: str) -> None:
 
 
 def _constraints() -> str:
-    """Return pip constraints: the versions of ``KEPT``, and what these packages require.
+    """Return pip constraints: the versions of ``KEPT`` and what these require.
 
     Requirements that the base Python does not meet are omitted.
     """

@@ -76,8 +76,8 @@ def task_of_host(headers: Headers) -> str | None:
 async def find(services: Services, headers: Headers, method: str, path: str) -> Service:
     """Return the service that a request's path, still percent-encoded, names.
 
-    Raises HTTP 401 or 403 if the request's token does not permit access to the service, 404 if the task does not run or has no
-    such service.
+    Raises HTTP 401 or 403 if the request's token does not permit access to the service. Raises HTTP 404 if the task does not
+    run or has no such service.
     """
     task_id = task_of_host(headers)
     identity = await access.identify(services, headers, method, task_id)
