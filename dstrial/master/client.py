@@ -60,7 +60,7 @@ class Client:
         return value
 
     def stream(self, path: str, **query: Any) -> Iterator[dict[str, Any]]:
-        """Yield the JSON objects of a streaming response; raises the errors of ``send``."""
+        """Yield the results of a streaming response; raises the errors of ``send``."""
         with self._response("GET", path, query, None, timeout_s=None) as response:
             for line in response:
                 message = json.loads(line)
@@ -140,7 +140,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 def _error_text(body: bytes, reason: str) -> str:
-    """Return the message in the body of an error response, or else the HTTP reason."""
+    """Return the message in an error response; without one, the body or ``reason``."""
     try:
         value = json.loads(body)
         error = value.get("error") or {}

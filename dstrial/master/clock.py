@@ -20,7 +20,11 @@ def format_us(us: int) -> str:
 
 
 def parse_time(text: str) -> int:
-    """Parse an ISO time (UTC if it has no zone) to microseconds since the epoch."""
+    """Parse an ISO time (UTC if it has no zone) to microseconds since the epoch.
+
+    Raises:
+        ValueError: the text is not an ISO time, or not in the years 1 to 9999.
+    """
     from dateutil import parser  # type: ignore[import-untyped]  # no stubs are installed
 
     found: datetime.datetime = parser.isoparse(text)

@@ -72,14 +72,15 @@ def start(
     may_take_another_port: bool = False,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> MasterRecord:
-    """Start a master in the background; return its record once it serves requests.
+    """Start a master in the background; return its record when it serves requests.
 
-    If another command has just started a master for the directory, return the record of that master. ``meanwhile`` is called
-    while the new process starts. With ``may_take_another_port``, use any free port if the chosen port is taken.
+    If another master holds the directory's lock, return the record of that master instead. ``meanwhile`` is called while the
+    new process starts. With ``may_take_another_port``, use any free port if the chosen port is taken, unless trials of an
+    earlier master run.
 
     Raises:
-        MasterError: a master already serves this directory, the port is taken, trials of an earlier master report to
-        another port, or the new master exited during startup.
+        MasterError: the port is taken, trials of an earlier master report to another port, the new master exited during
+            startup, or another master holds the lock but does not serve within ten seconds.
     """
     state.make()
     port = choose_port(state, options)
@@ -112,7 +113,8 @@ def _launch(
 ) -> tuple[subprocess.Popen[bytes], bytes | None]:
     """Start the master's process; return the process and its report (None on timeout).
 
-    The report is JSON that the process writes to a pipe once it serves or fails; empty if it exits without a report.
+    The report is JSON that the process writes to a pipe when it serves or has failed to start. The report is b"" if the process
+    exits without one.
     """
     ours, theirs = os.pipe()
     with contextlib.closing(os.fdopen(ours, "rb")) as ready:

@@ -17,7 +17,11 @@ _soft_before: int | None = None
 
 
 def raise_limit() -> int:
-    """Raise this process's open-file limit; return how many connections it allows."""
+    """Raise this process's open-file limit; return the maximum number of connections.
+
+    Raises:
+        MasterError: the hard limit is too low for a master.
+    """
     global _soft_before
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < _MIN_FILES:
@@ -36,14 +40,17 @@ def raise_limit() -> int:
 
 
 def restore_limit(pid: int) -> None:
-    """Restore a child's original open-file limit: ``select`` needs descriptors < 1024."""
+    """Set a child's open-file limit back to the limit before ``raise_limit``.
+
+    ``select`` in user code supports only descriptors below 1024.
+    """
     if _soft_before is not None:
         _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (_soft_before, hard))
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Return whether an error or its cause is a lack of file descriptors."""
+    """Return whether an error or any ``__cause__`` of it is a lack of descriptors."""
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return True
     return error.__cause__ is not None and is_shortage(error.__cause__)

@@ -50,6 +50,6 @@ START = "Start its master with `dstrial up`"
 def put_back(copy: Path | None, directory: Path) -> str:
     """Return the `dstrial restore` command for a backup, as text in backticks.
 
-    ``copy`` is the path of the backup, None if there is none. ``directory`` is the state directory.
+    ``copy`` is the path of the backup; if it is None, the text has the placeholder PATH. ``directory`` is the state directory.
     """
     return "`dstrial restore PATH`" if copy is None else f"`dstrial restore {copy} --state-dir {directory}`"

@@ -34,8 +34,9 @@ def addresses_of(port: int) -> tuple[str, str]:
 def log_in(record: MasterRecord) -> dict[str, Login]:
     """Log ``det`` in at both addresses of a master; return address -> outcome.
 
-    An address without stored tokens gets a new token of user ``determined`` or, if the master issues none, the token of the other
-    address. Stored tokens are kept, also if this master does not accept them, as they may belong to another master.
+    An address without stored tokens gets a new token of user ``determined``. If the master issues none, the address gets the
+    token of the other address. Stored tokens are never replaced, even if this master rejects them, as they may belong to
+    another master.
 
     Source: Determined 0.38.1 determined.common.api.authentication.TokenStore.
     """
@@ -68,7 +69,10 @@ def log_in(record: MasterRecord) -> dict[str, Login]:
 
 
 def log_in_as(record: MasterRecord, username: str) -> None:
-    """Make a user the active user of ``det`` for a master; keep other users' tokens."""
+    """Make a user the active user of ``det`` for a master; keep other users' tokens.
+
+    If the user's stored token is missing or rejected, request a new one.
+    """
     token: str | None = None
     for address in addresses_of(record.port):
         store = _token_store(address)

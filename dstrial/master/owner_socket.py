@@ -60,7 +60,7 @@ def connect(path: str, timeout_s: float | None) -> socket.socket:
 
 @contextlib.contextmanager
 def _address(path: Path) -> Iterator[str]:
-    """Yield the address of a socket path: a ``/proc/self/fd`` alias if it is too long."""
+    """Yield a socket's address: ``path``, or a ``/proc/self/fd`` alias if too long."""
     if len(os.fsencode(path)) <= _MAX_ADDRESS_BYTES:
         yield str(path)
         return

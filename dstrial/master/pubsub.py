@@ -28,7 +28,10 @@ class Follower:
             self._future = None
 
     async def next(self, timeout_s: float) -> set[str]:
-        """Return topics published since the last call; wait up to ``timeout_s`` for one."""
+        """Return the topics published since the last call; if there are none, wait.
+
+        Returns when a topic is published, or an empty set after ``timeout_s``.
+        """
         with self._lock:
             found, self._topics = self._topics, set()
             if found:
@@ -55,7 +58,7 @@ class PubSub:
         self._followers: set[Follower] = set()
 
     def version(self, topic: str) -> int:
-        """Return how often a topic has been published so far."""
+        """Return how many times a topic has been published so far."""
         with self._lock:
             return self._versions.get(topic, 0)
 

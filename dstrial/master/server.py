@@ -70,7 +70,7 @@ _LOG_INDENT = "    "  # of tracebacks, which must not look like log lines
 
 
 class MasterServer(uvicorn.Server):
-    """uvicorn server without signal handlers; calls ``on_ready`` once it serves."""
+    """uvicorn server without signal handlers; calls ``on_ready`` when it is ready."""
 
     def __init__(
         self, config: uvicorn.Config, on_ready: Callable[[], None], owner_listener: socket.socket
@@ -111,8 +111,8 @@ def serve(
     """Serve until a signal shuts the master down.
 
     SIGTERM, SIGINT and SIGHUP first stop the trials with a checkpoint. A further SIGINT, or ``KILL_SIGNAL``, kills the trials.
-    ``on_ready`` is called once, when the master serves requests, and must not send requests itself. With ``shows_log``, the log
-    also goes to stderr.
+    ``on_ready`` is called when the master begins to serve requests, and must not send requests itself. With ``shows_log``, the
+    log also goes to stderr.
     """
     from dstrial.master.backends import local
     from dstrial.master.backends.devices import find_slots
@@ -155,7 +155,7 @@ def serve(
 
 
 def with_options(settings: MasterSettings, options: MasterOptions) -> MasterSettings:
-    """Return the settings, with the interpreter and back end of the command line."""
+    """Return the settings, with interpreter and back end from ``options`` if set."""
     return dataclasses.replace(
         settings,
         hosts_python=options.python or settings.hosts_python,
@@ -320,7 +320,8 @@ def _run(
 class Shutdown:
     """Shuts the master down: stops or kills the trials, then stops the server.
 
-    Meanwhile trials can report, submissions wait for the next master, and ``delivery`` sends pending webhook events.
+    Until the server stops, trials can send reports, submitted experiments are stored for the next master, and ``delivery``
+    sends pending webhook events.
     """
 
     def __init__(self, server: MasterServer, scheduler: Scheduler, delivery: Delivery) -> None:
@@ -391,7 +392,7 @@ def main(words: list[str]) -> int:
 
 
 def _exit_with_parent(owner_pid: int) -> None:
-    """Have the kernel send SIGTERM to this process when its parent process dies."""
+    """Have the kernel send SIGTERM at the parent's death; exit if it has died already."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != owner_pid:
         sys.exit(1)

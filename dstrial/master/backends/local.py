@@ -77,9 +77,9 @@ def prepare(
 ) -> None:
     """Create an allocation's directory; ``start`` then starts its supervisor.
 
-    ``is_warm`` lets a fork server start the allocation, on accelerators only with ``forks_with_accelerators``. An agent passes
-    ``watch``: the paths of its lease file (``lease``) and pid file (``agent``). The supervisor kills the allocation when the
-    lease or the agent ends.
+    ``is_warm`` permits a fork server to start the allocation. For an allocation with accelerators, ``forks_with_accelerators``
+    must be true as well. An agent passes ``watch``: the paths of its lease file (``lease``) and pid file (``agent``). The
+    supervisor kills the allocation when the lease expires or the agent ends.
 
     Raises:
         MasterError: the directory cannot be created.
@@ -117,7 +117,7 @@ def prepare(
 
 
 def _marker_of(directory: Path) -> str:
-    """Return the value of ``MARKER_VARIABLE`` in all processes of an allocation."""
+    """Return the value of ``MARKER_VARIABLE`` in the environment of an allocation."""
     return hashlib.sha256(os.fsencode(directory)).hexdigest()[:32]
 
 
@@ -153,7 +153,10 @@ def _forkable(
     is_warm: bool,
     has_accelerators: bool,
 ) -> list[str] | None:
-    """Return a command's arguments after the interpreter; None if no fork can run it."""
+    """Return the command without its interpreter, for a fork server to run.
+
+    None if the command must be started as a new process.
+    """
     if request.task_type != TRIAL or not is_warm:
         return None
     if not has_accelerators and any(slot.kind != "cpu" for slot in request.slots):
@@ -162,7 +165,10 @@ def _forkable(
 
 
 def _command_with_hooks(request: AllocationRequest, directory: Path) -> list[str]:
-    """Return the command that runs hooks, ``task_venv`` if needed, and the entrypoint."""
+    """Return the command that runs the startup hooks and then the entrypoint.
+
+    If hooks, requirements or the entrypoint may install packages, the command runs them by ``task_venv``.
+    """
     command = command_for(request.entrypoint)
     files = directory / "workdir"
     hooks = []
@@ -197,7 +203,10 @@ def _command_with_hooks(request: AllocationRequest, directory: Path) -> list[str
 
 
 def start(directory: Path, fork_servers: ForkServers | None = None) -> SupervisorHandle:
-    """Start the supervisor in a prepared directory, by a fork server if possible."""
+    """Start the supervisor in a directory that ``prepare`` has created.
+
+    A fork server starts the supervisor if it can; otherwise the supervisor is a new Python process.
+    """
     spec = json.loads((directory / "spec.json").read_text(encoding="utf-8"))
     line = ""
     with (directory / "supervisor.log").open("ab") as log:
@@ -259,7 +268,8 @@ def is_alive(handle: SupervisorHandle) -> bool:
 def poll_exit(directory: Path, handle: SupervisorHandle | None) -> AllocationExit | None:
     """Return how an allocation ended; None while its supervisor runs.
 
-    The allocation counts as lost without ``exit.json``, and as failed if that file is invalid.
+    If the supervisor has ended, first kill the allocation's remaining processes. An allocation without ``exit.json`` counts as
+    lost, one with an invalid ``exit.json`` as failed.
     """
     if handle is not None and is_alive(handle):
         return None
@@ -294,9 +304,9 @@ def terminate(handle: SupervisorHandle) -> None:
 def kill(handle: SupervisorHandle | None, directory: Path, *, leaves_record: bool = True) -> None:
     """Kill every process of an allocation.
 
-    A running supervisor kills the other processes and writes ``exit.json``; with ``leaves_record=False``, it is killed instead
-    and writes nothing. If the supervisor is dead, kill the processes in its session, and those with the allocation's marker in
-    their environment.
+    A running supervisor is asked to kill the other processes and to write ``exit.json``. With ``leaves_record=False``, the
+    supervisor itself is killed and ``exit.json`` is not written. If the supervisor is dead or killed, kill the processes in its
+    session, and those whose environment has the allocation's marker. Then wait some seconds for their end.
     """
     if handle is not None and is_alive(handle):
         _signal(handle, signal.SIGUSR1 if leaves_record else signal.SIGKILL)
@@ -320,7 +330,7 @@ def kill(handle: SupervisorHandle | None, directory: Path, *, leaves_record: boo
 
 
 def begun_checkpoints(directory: Path) -> list[str]:
-    """Return uuids of checkpoints that a trial began to save and did not report."""
+    """Return uuids of checkpoints that a trial began to save but has not reported."""
     with contextlib.suppress(OSError):
         return sorted(path.name for path in (directory / SAVING_DIRECTORY).iterdir() if is_uuid(path.name))
     return []
@@ -357,7 +367,7 @@ def _pids_with_variable(assignment: str) -> set[int]:
 
 
 def _in_session(supervisor_: SupervisorHandle) -> set[int]:
-    """Return the pids in a dead supervisor's session."""
+    """Return the pids in a dead supervisor's session; empty if its pid was reused."""
     boot = (supervisor.start_time(os.getpid()) or "").partition("/")[0]
     is_of_this_boot = supervisor_.start_time.partition("/")[0] == boot
     leader = supervisor.start_time(supervisor_.pid)
@@ -368,7 +378,10 @@ def _in_session(supervisor_: SupervisorHandle) -> set[int]:
 
 
 def _environ(process: Path) -> bytes:
-    """Return the ``environ`` of ``/proc/PID``, even if the first thread has ended."""
+    """Return ``environ`` of a ``/proc/PID`` directory; b"" if all threads have ended.
+
+    The file is readable even if only the first thread has ended.
+    """
     for directory in (process, *(process / "task").iterdir()):
         with contextlib.suppress(ProcessLookupError):
             return (directory / "environ").read_bytes()
@@ -384,7 +397,8 @@ def _write_private(path: Path, content: dict[str, Any]) -> None:
 class LocalBackend(Backend):
     """Runs allocations on the master's own machine.
 
-    ``is_warm`` lets a fork server start trials, on accelerators only with ``forks_with_accelerators``.
+    ``is_warm`` permits a fork server to start trials. For trials with accelerators, ``forks_with_accelerators`` must be true as
+    well.
     """
 
     def __init__(

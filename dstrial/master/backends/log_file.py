@@ -34,9 +34,10 @@ class LogRead:
 
 
 def read_lines(directory: Path, offset: int, max_bytes: int) -> LogRead:
-    """Return the complete lines of an allocation's log from a byte offset on.
+    """Return the complete lines of an allocation's log that follow a byte offset.
 
-    At most about ``max_bytes`` are read. ``offset`` is the start of a line.
+    ``offset`` must be the start of a line. About ``max_bytes`` are read at most. If the log is missing or has no further
+    complete line, the result has no lines.
     """
     try:
         with open_regular(directory / LOG_NAME) as file:
@@ -54,9 +55,10 @@ def read_lines(directory: Path, offset: int, max_bytes: int) -> LogRead:
 
 
 def parse(raw: str) -> LogLine:
-    """Parse a line of an allocation's log: time, stream, rank tag and level prefix.
+    """Split a line of the log into time, stream, level, rank and text.
 
-    A line without a valid time gets the time 0. A time in the future, which a trial could write, becomes the current time.
+    A line without a valid time gets the time 0 and the stream stderr. A time in the future, which a trial could write, is
+    replaced by the current time.
     """
     head = _HEAD.match(raw)
     time_us, stream, text = (
@@ -80,7 +82,7 @@ def parse(raw: str) -> LogLine:
 def printed(directory: Path) -> Iterator[tuple[int | None, str]]:
     """Yield (rank or None, text) of each line that an allocation printed.
 
-    If the log is larger than 16 MiB, only its beginning and its end are read.
+    If the log is larger than 16 MiB, only its first 4 MiB and its last 12 MiB are read.
     """
     offset = end = 0
     with contextlib.suppress(FileNotFoundError):

@@ -29,13 +29,13 @@ _REGULAR, _DIRECTORY = ord("0"), ord("5")  # types of members in a tar file
 
 
 def pack(files: Iterable[Mapping[str, Any]]) -> bytes:
-    """Return the files of ``POST /experiments`` as a gzip tar, reproducibly.
+    """Pack the files of ``POST /experiments`` as a gzip tar; b"" if there are none.
 
-    Directories with a marker file (``context_directory.MARKS``) are excluded.
+    Equal files result in equal bytes. Directories with a marker file (``context_directory.MARKS``) are excluded.
 
     Args:
-        files: each with ``path``, ``type`` (48: file, 53: directory), ``content`` (base64), ``mtime`` (seconds, a string) and
-            ``mode``.
+        files: mappings with ``path``, ``type`` (48: file, 53: directory), ``content`` (base64), ``mtime`` (a string of seconds)
+            and ``mode``.
 
     Raises:
         RequestError: 400 for a path outside the directory or a member that is no file or directory, 413 if too large.
@@ -153,10 +153,11 @@ def list_files(tgz: bytes) -> list[PackedFile]:
 
 
 def read_start(tgz: bytes, path: str, num_bytes: int) -> tuple[bytes, int]:
-    """Return the first bytes of a model definition's file, and the file's size.
+    """Return (first ``num_bytes`` bytes, size in bytes) of a model definition's file.
 
     Raises:
-        RequestError: 400 for a path outside the directory or a damaged archive; 404 for a missing file.
+        RequestError: 400 for a path outside the directory or a damaged archive, 404 for a missing file, 413 if the
+            archive's files are too large.
     """
     _require_inside(path)
     found = read_starts(tgz, [str(PurePosixPath(path))], num_bytes)
@@ -168,7 +169,7 @@ def read_start(tgz: bytes, path: str, num_bytes: int) -> tuple[bytes, int]:
 
 
 def read_starts(tgz: bytes, paths: Collection[str], num_bytes: int) -> dict[str, tuple[bytes, int]]:
-    """Return path -> (first bytes, size) of regular files; leave out missing ones.
+    """Return path -> (first bytes, size) of regular files; omit missing files.
 
     Raises:
         RequestError: 400 for a damaged archive, 413 if its files are too large.
@@ -184,7 +185,7 @@ def read_starts(tgz: bytes, paths: Collection[str], num_bytes: int) -> dict[str,
 def _members(tgz: bytes) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo, str | None]]:
     """Yield (archive, member, path) for each member of a gzip tar.
 
-    The path is None for a member outside the archive's root, and for the root itself.
+    The path is relative to the archive's root; None for a member outside the root, and for the root itself.
     """
     if not tgz:
         return

@@ -41,7 +41,10 @@ class ShownServer:
 
 
 class StatusFile:
-    """A JSON file of records for ``dstrial status``, rewritten on a change."""
+    """A JSON file of records for ``dstrial status``.
+
+    ``write`` replaces the file only if the records have changed, and deletes it if there are none.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -2,16 +2,17 @@
 
     python -I -S supervisor.py DIRECTORY [LINE]
 
-LINE is the first line of the log. If a fork server forks this process, the supervisor forks the entrypoint, too. Standard
-library only.
+LINE, if any, is logged first. If a fork server forked this process, the entrypoint is also started as a fork, if possible. This
+module uses only the standard library.
 
-The supervisor leads a session, adopts orphaned descendants, starts the entrypoint in a new process group, appends the
-entrypoint's output to ``output.log``, kills every descendant when the entrypoint has ended, and writes ``exit.json``. SIGTERM
-is forwarded to the entrypoint's process group; at SIGUSR1 the supervisor kills all descendants. If ``spec.json`` names a lease
-or an agent's pid file, the supervisor kills all descendants when the lease or the agent ends, and writes no ``exit.json``.
+The supervisor leads a session and adopts orphaned descendants. It starts the entrypoint in a new process group and appends the
+entrypoint's output to ``output.log``. When the entrypoint has ended, the supervisor kills every descendant and writes
+``exit.json``. SIGTERM is forwarded to the entrypoint's process group; at SIGUSR1 the supervisor kills all descendants. If
+``spec.json`` names a lease or an agent's pid file, the end of the lease or the agent also kills all descendants. Then the
+supervisor writes no ``exit.json``.
 
-A line of ``output.log`` is ``<microseconds since 1970> <o|e> <text>``. Once the log has reached its size limit, only the last
-lines are added, at the end of the entrypoint.
+A line of ``output.log`` is ``<microseconds since 1970> <o|e> <text>``; o is stdout, e stderr. Of the output beyond the log's
+size limit, only the last ``_TAIL_BYTES`` are logged, when the entrypoint ends.
 """
 
 import collections
@@ -37,12 +38,12 @@ _TRACKERS_END_S = 10.0  # grace period of multiprocessing's resource trackers, t
 _TRAILING_OUTPUT_S = 2.0  # timeout for reading the pipes after the entrypoint's end
 _TABLE_READS = 5  # attempts to get a table from /proc in which no parent is missing
 _TICK_S = 0.5  # interval of checks of the lease and signals
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors that end once the disk has space
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors that end when the disk has space again
 _TAIL_BYTES = 1 << 20  # size of the last lines that are kept of output beyond the limit
 
 
 def main(directory: str, line: str = "") -> None:
-    """Run the allocation in ``directory`` to its end; first log ``line`` unless empty."""
+    """Run the allocation in ``directory`` until it ends; log ``line`` unless empty."""
     os.chdir(directory)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -103,9 +104,9 @@ class _Requests:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def should_retry(self, error: OSError) -> bool:
-        """Return whether to retry a write that failed with ``error``; if so, pause first.
+        """Return whether to retry a write that failed with ``error``; sleep if so.
 
-        Errors of a full disk are retried until the allocation is killed or deleted.
+        True only for errors of a full disk, and only until the allocation is killed or its directory is deleted.
         """
         if error.errno not in _FULL:
             return False
@@ -116,7 +117,7 @@ class _Requests:
         return not self.kill and os.path.exists("spec.json")
 
     def end_reason(self) -> str:
-        """Return why the allocation must be killed without a request; "" if it need not."""
+        """Return why the lease or the agent has ended; "" if neither has."""
         return "" if self._lease is None else end_reason(self._lease, self._agent)
 
     def _on_terminate(self, *_: object) -> None:
@@ -136,7 +137,10 @@ class _Fork:
 
 
 def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "tuple[subprocess.Popen[bytes] | _Fork, str]":
-    """Start the entrypoint; return its process, and a log line if a fork was refused."""
+    """Start the entrypoint; return (process, log line).
+
+    The line says why the entrypoint could not be started as a fork; "" if it could or no fork was tried.
+    """
 
     def in_child() -> None:
         os.setpgid(0, 0)
@@ -162,9 +166,10 @@ def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "tuple[subprocess.Popen[b
 
 
 def _start_in_spare(spec: dict[str, Any]) -> "tuple[_Fork | None, str]":
-    """Start the entrypoint in the idle fork of this process, if there is one.
+    """Start the entrypoint in this process's spare child, which waits for a program.
 
-    Returns (process, "") or (None, line): then the caller must start a new process and log the line, unless it is empty.
+    Returns (process, ""), or (None, line) if there is no such child or it refused. In the latter case, the caller must start a
+    new process and log the line, unless the line is empty.
     """
     client = sys.modules.get("dstrial.fork_server.client")  # imported only if this process is a fork
     if client is None or client.fork.spare is None:
@@ -268,7 +273,7 @@ class _Output:
         return self._status
 
     def _is_spared(self, pid: int) -> bool:
-        """Return whether a process is a resource tracker, which must clean up /dev/shm."""
+        """Return whether not to kill a process: a resource tracker cleans up /dev/shm."""
         return pid != self._child.pid and is_tracker(pid)
 
     def _wait(self, timeout_s: float) -> None:
@@ -328,7 +333,7 @@ class _Output:
                     return
 
     def log_line(self, text: str) -> None:
-        """Log a line as stderr of the entrypoint; nothing if the text is empty."""
+        """Log a line as stderr of the entrypoint; no-op if it is empty or stderr closed."""
         for descriptor, tag in self._streams.items():
             if text and tag == b"e":
                 self._append(descriptor, [text.encode()])
@@ -376,10 +381,10 @@ def _process_table() -> "dict[int, list[bytes]]":
 
 
 def kill_descendants(is_spared: Callable[[int], bool]) -> bool:
-    """Kill this process's descendants, except spared ones; return False if none exist.
+    """Kill this process's descendants except spared ones; return whether any ran.
 
-    ``is_spared`` is called with a pid just before each signal. Parents are killed first: a shell whose child is killed would
-    exit with 137 instead of by the signal.
+    ``is_spared`` is called with a pid just before each signal. The result is also True if only spared ones ran. Parents are
+    killed first: a shell whose child is killed would exit with 137 instead of by the signal.
     """
     found = descendants(os.getpid())
     for pid in found:
@@ -423,7 +428,7 @@ def _has_ended(fields: list[bytes]) -> bool:
 
 
 def start_time(pid: int) -> str | None:
-    """Return a process's boot id and start time as one text; None if it has ended."""
+    """Return a process's ``BOOT_ID/START_TIME``; None if the process has ended."""
     fields = _stat(str(pid))
     if not fields or fields[0] in (b"Z", b"X"):
         return None
@@ -432,9 +437,10 @@ def start_time(pid: int) -> str | None:
 
 
 def end_reason(lease: str, agent: "str | None") -> str:
-    """Return why the allocation must be killed; "" while the lease and agent last.
+    """Return why the lease or the agent has ended; "" if neither has.
 
-    ``lease`` is the path of the lease file, ``agent`` that of the agent's pid file, or None to ignore the agent.
+    ``lease`` is the path of the lease file, see :func:`lease_left_s`. ``agent`` is the path of the agent's pid file; None if
+    only the lease counts.
     """
     if lease_left_s(lease) < 0:
         return "the master has not answered for too long"
@@ -455,10 +461,10 @@ def _read_json(path: str) -> "dict[str, Any] | None":
 
 
 def lease_left_s(path: str) -> float:
-    """Return the seconds until a lease ends; negative if it has ended or is missing.
+    """Return the seconds until a lease expires; negative if expired or missing.
 
-    ``path`` is a file whose modification time, which can be set even on a full disk, is the lease's end in CLOCK_BOOTTIME
-    seconds.
+    The modification time of the file ``path`` is the lease's end in CLOCK_BOOTTIME seconds. It can be set even on a full disk.
+    0 if the file system does not answer.
     """
     try:
         return os.stat(path).st_mtime - time.clock_gettime(time.CLOCK_BOOTTIME)

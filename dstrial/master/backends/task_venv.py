@@ -117,7 +117,8 @@ def site_directories() -> list[str]:
 def digest_of(hooks: Iterable[str], requirements: str | None, files: Path) -> str:
     """Return a shared environment's name.
 
-    The name is a hash of the hooks, the requirements and the base Python's packages.
+    The name is a hash of the base Python, its packages, ``requirements``, and the contents of the hooks. Files under ``files``
+    that may affect which packages are installed are hashed, too.
     """
     found = (one.name for path in sys.path if Path(path).is_dir() for one in Path(path).iterdir())
     base = sorted(name for name in found if name.endswith((".dist-info", ".egg-info", ".egg-link")))
@@ -134,12 +135,13 @@ def digest_of(hooks: Iterable[str], requirements: str | None, files: Path) -> st
 
 
 def acquire(environment: Path, task: str) -> tuple[int, bool]:
-    """Wait for and lock a shared environment: exclusively to fill it, else shared.
+    """Lock a shared environment; wait while another task has an exclusive lock.
 
-    ``task`` names the task in messages to other waiting tasks.
+    The lock is shared if the environment is complete. Otherwise the lock is exclusive, and the caller must fill the
+    environment. ``task`` is the name under which the logs of waiting tasks mention this task.
 
     Returns:
-        The descriptor of the lock, which the task's processes inherit, and whether the environment is complete.
+        (descriptor of the lock, whether the environment is complete). The task's processes inherit the descriptor.
     """
     environment.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     complete, path = environment / _COMPLETE, environment.with_name(f"{environment.name}.lock")
@@ -175,7 +177,7 @@ def collect(root: Path, unused_s: float) -> list[str]:
 
     Args:
         root: directory of all shared environments.
-        unused_s: minimum number of seconds since a task started in an environment.
+        unused_s: delete a complete environment if no task has started in it for this many seconds.
 
     Returns:
         Names of the deleted environments.
@@ -202,8 +204,8 @@ def collect(root: Path, unused_s: float) -> list[str]:
 def make(environment: Path, shared: Path | None = None, *, has_commands: bool = False) -> None:
     """Create a venv that sees the packages of the running Python and of a shared venv.
 
-    With ``has_commands``, the new venv gets wrappers for the commands of both (for example ``torchrun``), which run them with
-    the new venv's Python.
+    With ``has_commands``, the new venv gets wrappers for the Python scripts in ``bin`` of both, for example ``torchrun``. A
+    wrapper runs the script with the new venv's Python.
     """
     has_pip = shared is not None or importlib.util.find_spec("pip") is not None
     venv.EnvBuilder(symlinks=True, with_pip=not has_pip).create(environment)
@@ -239,7 +241,10 @@ def _write_script(path: Path, text: str) -> None:
 
 
 def _constraints() -> str:
-    """Return pip constraints that keep the base Python's packages working."""
+    """Return pip constraints: the versions of ``KEPT`` and what these require.
+
+    Requirements that the base Python does not meet are omitted.
+    """
     try:
         requirements = importlib.import_module("packaging.requirements")
     except ImportError:
@@ -277,7 +282,10 @@ def _set_variables(directory: Path) -> None:
 
 
 def _enter(environment: Path, shared: Path | None = None) -> None:
-    """Activate an environment: set PATH, VIRTUAL_ENV and DET_PYTHON_EXECUTABLE."""
+    """Activate an environment: set PATH, VIRTUAL_ENV and DET_PYTHON_EXECUTABLE.
+
+    In PATH, the environment precedes the base Python and ``shared``.
+    """
     entries = os.environ.get("PATH", os.defpath).split(os.pathsep)
     seen = [str(Path(sys.executable).parent), *([] if shared is None else [str(shared / "bin")])]
     places = [place for place, entry in enumerate(entries) if entry in seen]
@@ -288,7 +296,7 @@ def _enter(environment: Path, shared: Path | None = None) -> None:
 
 
 def _install(spec: dict[str, Any], environment: Path) -> None:
-    """Install a task's requirements; exit with pip's last lines on an error."""
+    """Install a task's requirements; if pip fails, exit with its last lines."""
     words = [str(environment / "bin" / "pip"), "install", "-r", spec["requirements"]]
     last: collections.deque[str] = collections.deque(maxlen=8)
     with subprocess.Popen(words, cwd=spec["files"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as pip:
@@ -313,9 +321,10 @@ def _mark_complete(environment: Path, lock: int) -> None:
 
 
 def _run_in_own(spec: dict[str, Any], shared: Path | None, *, has_filled: bool) -> NoReturn:
-    """Execute the command in the task's own environment; run hooks first if needed.
+    """Create the task's own environment; execute the hooks and the command there.
 
-    ``has_filled``: this task has just run the hooks and requirements for the shared environment; do not run them again.
+    With ``has_filled``, no hooks run and no requirements are installed: either the task has just done so to fill the shared
+    environment, or it has none. Otherwise requirements that name local paths are installed again.
     """
     own = Path(spec["directory"], "venv")
     make(own, shared, has_commands=True)

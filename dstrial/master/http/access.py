@@ -63,7 +63,10 @@ def check_host_and_origin(headers: Headers) -> None:
 
 
 def token_of(headers: Headers) -> tuple[str | None, bool]:
-    """Return a request's token (or None), and whether the token is from a cookie."""
+    """Return (token or None, whether no header has a token) of a request.
+
+    If no header has a token, the token is that of the cookie ``COOKIE``.
+    """
     for name in ("x-user-token", "authorization", ALLOCATION_HEADER):
         token = _bearer(headers.get(name))
         if token is not None:
@@ -76,8 +79,9 @@ async def identify(services: Services, headers: Headers, method: str, task_id: s
 
     Raises HTTP 401 or 403 if the token is missing or rejected.
 
-    CSRF protection: a request with a cookie may change state only if its Origin is the master's page. If ``task_id`` is given,
-    the request is for a service of this task, and its cookie must hold a code of ``ServiceGrants`` for the task.
+    CSRF protection: a request whose token is from a cookie may change state only if its Origin is the master's page. If
+    ``task_id`` is not None, the request is for a service of this task. Then the cookie ``GRANT_COOKIE`` is read instead, which
+    must hold a code of ``ServiceGrants`` for the task.
     """
     token, is_cookie = token_of(headers)
     if is_cookie and task_id is not None:
@@ -111,7 +115,7 @@ async def is_authenticated(services: Services, headers: Headers, method: str) ->
 def require_admin(user: User, what: str) -> None:
     """Raise HTTP 403 unless a user is an administrator.
 
-    ``what`` says in the message what needs one, for example "change other users".
+    ``what`` is the action in the error message, for example "change other users".
     """
     if not user.admin:
         raise RequestError(
@@ -140,7 +144,8 @@ def may_use_checkpoint(
 ) -> bool:
     """Return whether an allocation may read or, if ``is_change``, change a checkpoint.
 
-    True for a checkpoint that does not exist, to which handlers respond with 404.
+    An allocation may change its experiment's checkpoints, and may also read the checkpoint from which it started. True for a
+    checkpoint that does not exist: for this, handlers respond with 404.
     """
     experiment_id = checkpoints.experiment_of(connection, checkpoint_uuid)
     if experiment_id is None or experiment_id == allocation.experiment_id:
@@ -168,7 +173,7 @@ def cookie_of(headers: Headers, wanted: str) -> str | None:
 
 
 class LoginLinks:
-    """One-time codes of login links, in memory; only digests of the codes are kept."""
+    """One-time codes of login links. Only digests of the codes are stored, in memory."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -188,9 +193,10 @@ class LoginLinks:
 
 
 class ServiceGrants:
-    """In-memory codes that grant browsers access to the services of one task each.
+    """In-memory codes, each of which grants a browser access to one task's services.
 
-    A code stands for a user's token. At ``_MAX_GRANTS``, the least recently used code is removed.
+    A code maps to the token of the user who opened the service. Beyond ``_MAX_GRANTS`` codes, the least recently used code is
+    removed.
     """
 
     def __init__(self) -> None:
@@ -212,7 +218,7 @@ class ServiceGrants:
         return token
 
     def renew(self, code: str, task_id: str) -> str | None:
-        """Invalidate a code that was in a URL; return another one for the cookie.
+        """Replace a code from a URL by a new code for a cookie; return the new code.
 
         None if ``code`` does not grant access to the services of task ``task_id``.
         """

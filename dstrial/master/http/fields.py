@@ -51,7 +51,10 @@ class Fields(dict[str, Any]):
         return value
 
     def integer(self, name: str, minimum: int = -_MAX_INTEGER - 1, maximum: int = _MAX_INTEGER) -> int | None:
-        """Return the whole number at a key; it may be a string, as in protobuf's JSON."""
+        """Return the whole number at a key; the value may be a string such as "3".
+
+        Protobuf's JSON has 64-bit integers as strings. Raises HTTP 400 for a number out of range.
+        """
         value = self.get(name)
         if value is None:
             return None

@@ -65,7 +65,7 @@ def _names_of(bindings_class: type) -> tuple[frozenset[str], dict[str, None]]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Page:
-    """The rows ``start`` to ``end`` of ``total``, which a request selects."""
+    """The rows that a request selects: from ``start`` to before ``end``, of ``total``."""
 
     offset: int
     limit: int
@@ -87,6 +87,7 @@ def page_of(total: int, offset: int | None, limit: int | None) -> Page:
     """Return which of ``total`` rows a request's offset and limit select.
 
     A negative offset counts from the end. Limit 0 or None means 100 rows, -1 all, -2 none (Determined 0.38.1, ``paginate.go``).
+    Raises HTTP 400 for a limit below -2.
     """
     offset = offset or 0
     limit = limit or DEFAULT_LIMIT
@@ -100,7 +101,7 @@ def page_of(total: int, offset: int | None, limit: int | None) -> Page:
 
 
 def to_json(answer: Any) -> bytes:
-    """Serialise a response as JSON; make control characters in its strings visible."""
+    """Serialise a response as JSON; escape control characters except in user data."""
     body = orjson.dumps(answer, option=orjson.OPT_NON_STR_KEYS)
     return orjson.dumps(_shown(answer), option=orjson.OPT_NON_STR_KEYS) if _SUSPECT.search(body) else body
 
@@ -141,7 +142,7 @@ _UNKNOWN = (2, "Unknown")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
-    """What the client is told about a failed request."""
+    """HTTP status and message of the response to a failed request."""
 
     status: int  # HTTP status
     text: str
@@ -160,8 +161,8 @@ class Problem:
 def problem_of(error: BaseException) -> Problem:
     """Return the HTTP status and message with which to respond to an exception.
 
-    Transient failures are 503, which trials retry. Errors of the request are 4xx. Other exceptions are bugs: 500, with the cause
-    only in the master's log.
+    The status is 503 for transient failures, after which trials retry, and 4xx for errors of the request. Other exceptions are
+    bugs: the status is 500, and only the master's log has the cause.
     """
     if file_limit.is_shortage(error):
         return Problem(
@@ -207,9 +208,10 @@ def error_response(problem: Problem) -> Response:
 
 
 def ndjson(items: AsyncIterator[Item]) -> Stream:
-    """Return a response of lines ``{"result": …}``, one per item or item of a list.
+    """Return a streamed response of lines ``{"result": …}``, one per message.
 
-    A list is sent as one chunk. An error of dstrial or SQLite ends the stream with a line ``{"error": …}``.
+    Each of ``items`` is a message or a list of messages, which is sent as one chunk. An error of dstrial or SQLite ends the
+    stream with a line ``{"error": …}``.
     """
     return Stream(_lines(items), media_type="application/json")
 
@@ -227,9 +229,9 @@ async def _lines(items: AsyncIterator[Item]) -> AsyncIterator[bytes]:
 
 
 def event_stream(items: AsyncIterator[Mapping[str, Any] | None]) -> Stream:
-    """Return a response of server-sent events, one per item.
+    """Return a streamed response of server-sent events, one per item.
 
-    For an item None, a comment is sent, which keeps the connection alive.
+    For None instead of an item, a comment is sent, which keeps the connection alive.
     """
     headers = {"content-type": "text/event-stream", "cache-control": "no-store"}
     return Stream(_events(items), headers=headers)
@@ -241,7 +243,7 @@ async def _events(items: AsyncIterator[Mapping[str, Any] | None]) -> AsyncIterat
 
 
 class Stream(StreamingResponse):
-    """A streamed response; it ends if the client disconnects or its token is revoked."""
+    """A streamed response; ends early at a disconnect or when the token is revoked."""
 
     is_token_valid: Callable[[], Awaitable[bool]] | None = None
 
@@ -270,7 +272,7 @@ class Stream(StreamingResponse):
 
 
 async def _until_token_ends(is_token_valid: Callable[[], Awaitable[bool]]) -> None:
-    """Wait until the request's token has become invalid, for example by a logout."""
+    """Poll until the request's token has become invalid, for example by a logout."""
     while await is_token_valid():
         await asyncio.sleep(_TOKEN_CHECK_S)
 

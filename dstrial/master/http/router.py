@@ -79,8 +79,8 @@ Handler: TypeAlias = "Callable[[ApiRequest], Awaitable[Answer]]"
 class Route:
     """An endpoint: method, path, handler, and which token a request needs.
 
-    Path parameters are in braces; ``{trial_id:int}`` accepts 32-bit integers. ``unauthenticated`` handles requests without a
-    valid token, for example with a login page. If it is None, they get HTTP 401.
+    Path parameters are in braces; ``{trial_id:int}`` accepts 32-bit integers. ``unauthenticated`` is the handler of requests
+    without a valid token, for example one that shows a login page. If it is None, such requests get HTTP 401.
     """
 
     method: str
@@ -108,7 +108,7 @@ def route(
 def reads(handle: Callable[[Connection, ApiRequest], Answer]) -> Handler:
     """Make a handler from a function that reads the database.
 
-    The connection that the function gets shows one snapshot. The decorated function runs in a reader thread.
+    The function runs in a reader thread, with a connection that shows one snapshot of the database.
     """
 
     @functools.wraps(handle)
@@ -134,7 +134,7 @@ def writes(handle: Callable[[Transaction, ApiRequest], Answer | None]) -> Handle
 
 @dataclasses.dataclass(slots=True)
 class ApiRequest:
-    """A request as a handler sees it: whose it is, its parameters and its body."""
+    """A request as passed to a handler, with its parsed parameters and body."""
 
     services: Services
     route: Route
@@ -156,7 +156,7 @@ class ApiRequest:
         return None if self.identity is None else self.identity.allocation
 
     def body(self) -> Fields:
-        """Parse the body as a JSON object; an empty body is ``{}``."""
+        """Parse the body as a JSON object, else raise HTTP 400; an empty body is ``{}``."""
         value = self.json()
         if not isinstance(value, dict):
             raise RequestError(
@@ -183,7 +183,10 @@ class ApiRequest:
         return value
 
     def queries(self, name: str) -> list[str]:
-        """Return all values of the query parameter ``name`` (in camelCase), in order."""
+        """Return all values of a query parameter, in order; [] if it is absent.
+
+        ``name`` is in camelCase; the client may also write the parameter in snake_case.
+        """
         if self._query is None:
             self._query = {}
             text = self.scope.get("query_string", b"").decode("latin-1")
@@ -211,7 +214,10 @@ class ApiRequest:
         return [number for number in numbers if number is not None]
 
     def query_time_us(self, name: str) -> int | None:
-        """Return the time in a query parameter in microseconds since the epoch."""
+        """Return a query parameter's time in microseconds since the epoch.
+
+        None if the parameter is absent or empty. Raises HTTP 400 if it is not an ISO time.
+        """
         text = self.query(name)
         try:
             return parse_time(text) if text else None
@@ -248,8 +254,8 @@ class ApiRequest:
     ) -> list[T]:
         """Return rows sorted as the query parameters ``sortBy`` and ``orderBy`` say.
 
-        ``keys`` has a sort key function per value of ``sortBy``, and the default under "". ``choices`` are the values that
-        ``sortBy`` may have.
+        ``keys`` maps a value of ``sortBy`` to a sort key function; the function at "" is the default. ``choices`` are the
+        values that ``sortBy`` may have.
         """
         sort_by = self.query_choice("sortBy", choices) or ""
         return sorted(rows, key=keys.get(sort_by, keys[""]), reverse=self.is_descending)
@@ -259,7 +265,7 @@ class ApiRequest:
         return page_of(total, self.query_int("offset"), self.query_int("limit"))
 
     def page(self, rows: Sequence[T]) -> tuple[Sequence[T], dict[str, int]]:
-        """Return the rows that ``offset`` and ``limit`` select, and a ``v1Pagination``."""
+        """Return (rows that the query's offset and limit select, ``v1Pagination``)."""
         page = self.page_of(len(rows))
         return rows[page.start : page.end], page.to_json()
 

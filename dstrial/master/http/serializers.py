@@ -20,21 +20,21 @@ _STATES_OF_ACTIVE = {
     None: "QUEUED",
     1: "STARTING",
     2: "RUNNING",
-}  # by how far an active row's allocations are
+}  # by column ``advance`` of a trial or experiment; None if it has no allocation
 
 
 def stored(text: str | None) -> Any:
-    """Wrap JSON text from the database, which is sent as it is; None becomes null."""
+    """Wrap JSON text from the database for a response, unparsed; None stays None."""
     return None if text is None else orjson.Fragment(text)
 
 
 def as_data(value: Any) -> Any:
-    """Wrap user data for a response, so that its control characters stay as they are."""
+    """Wrap user data for a response, so that its control characters are not escaped."""
     return orjson.Fragment(orjson.dumps(value))
 
 
 def shown_config(text: str | None, names: SecretNames) -> Any:
-    """Return a stored config, or part of a config, as JSON with masked secrets."""
+    """Return a stored config, or a part of one, as JSON with masked secrets."""
     return None if text is None else orjson.Fragment(masked_json(text, names))
 
 
@@ -56,7 +56,10 @@ def shown_state(row: ListedExperiment | ListedTrial) -> str:
 
 
 def stored_states(names: Iterable[str]) -> list[str]:
-    """Convert states of the API to states in the database, such as RUNNING to ACTIVE."""
+    """Return the states in the database to search for states of the API.
+
+    ``STATE_RUNNING`` and other states of an active experiment add ACTIVE.
+    """
     states = {name.removeprefix("STATE_") for name in names}
     if states & {"QUEUED", "PULLING", "STARTING", "RUNNING"}:
         states.add("ACTIVE")
@@ -188,7 +191,7 @@ def sizes_as_texts(resources: str) -> dict[str, str]:
 
 
 def _config_for_download(text: str, names: SecretNames) -> Any:
-    """Return a config as JSON with masked secrets; those of the storage become null."""
+    """Return a config with masked secrets; secrets in checkpoint_storage become null."""
     shown = masked_json(text, names)
     if MASK not in shown:
         return orjson.Fragment(shown)

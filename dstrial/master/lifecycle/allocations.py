@@ -1,4 +1,4 @@
-"""State transitions of a trial's allocation, and of the trial after its exit."""
+"""State transitions of a trial's allocation, and of the trial when it exits."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def supervisor_columns(handle: SupervisorHandle | None) -> dict[str, Any]:
 
 
 def mark_ready(tx: Transaction, allocation_id: str) -> None:
-    """Record that the trial's code has contacted the master and can be preempted."""
+    """Record that the trial's code has contacted the master, so it can be preempted."""
     row = allocation_rows.require(tx.connection, allocation_id)
     if not row.is_ready:
         allocation_rows.update(tx, allocation_id, is_ready=True)
@@ -149,9 +149,10 @@ def allocation_exited(
 ) -> None:
     """End a trial's allocation, then restart or end the trial.
 
-    No-op if the allocation has ended. ``traceback`` is that of the rank that failed first. ``storage_trouble`` says why the
-    checkpoint storage is unavailable. ``begun`` are uuids of checkpoints that the allocation began to write; a background job
-    deletes the unreported ones.
+    No-op if the allocation is TERMINATED. ``traceback`` is that of the rank that failed first. ``storage_trouble`` says why the
+    checkpoint storage is unavailable, None if it is available; a failure without the storage is not counted as a restart.
+    ``begun`` are uuids of checkpoints that the allocation began to write. A background job deletes those that it did not
+    report.
     """
     row = allocation_rows.require(tx.connection, allocation_id)
     if row.state == "TERMINATED":

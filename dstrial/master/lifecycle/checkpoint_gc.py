@@ -88,9 +88,9 @@ def plan(candidates: Sequence[Candidate], policy: Policy, *, smaller_is_better: 
 
 
 def storage_root(storage: Mapping[str, Any]) -> Path:
-    """Return the directory of a checkpoint storage, or raise ``MasterError``.
+    """Return the directory of a checkpoint storage.
 
-    ``storage`` is a config's ``checkpoint_storage``. Object storages have no directory.
+    ``storage`` is a config's ``checkpoint_storage``. Raises ``MasterError`` for an object storage, which has no directory.
     """
     kind = storage.get("type")
     if kind == "shared_fs":
@@ -144,8 +144,8 @@ def _deleting(directory: Path) -> Iterator[None]:
 def _delete_objects(config: Mapping[str, Any], name: str, globs: Sequence[str]) -> dict[str, int]:
     """Delete objects whose names start with ``name`` from an object storage.
 
-    Returns the remaining ones: name -> bytes. ``globs`` are patterns of the deleted objects, relative to ``name``. ``config``
-    is the experiment's.
+    Returns the remaining objects: name -> size in bytes. ``globs`` are patterns of the objects to delete, relative to ``name``.
+    ``config`` is the experiment's.
     """
     storage = object_storage.external_storage(config)
     assert storage is not None
@@ -190,10 +190,10 @@ def delete_files(config: Mapping[str, Any], uuid: str, globs: Sequence[str] = ("
 
 
 def forget_record(config: Mapping[str, Any], uuid: str) -> None:
-    """Delete the metadata files of a deleted checkpoint in the directory of its run.
+    """Delete a deleted checkpoint's metadata files from its run directory.
 
-    Trials of ``dstrial run`` also keep such files in a run directory, which variable ``DSTRIAL_RUN_DIR`` of the config names.
-    No-op for other trials.
+    For trials of ``dstrial run``, environment variable ``DSTRIAL_RUN_DIR`` in the config is the path of the run directory. It
+    has copies of these files. No-op for other trials.
     """
     run_directory = user_variables(config).get(_RUN_DIR_VARIABLE)
     if run_directory is None or not is_uuid(uuid):

@@ -88,8 +88,8 @@ def _log_line(
 def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle | None) -> None:
     """Set a command's allocation to RUNNING, and to ready unless it is a TensorBoard.
 
-    A TensorBoard is ready once it responds (``mark_ready``). ``handle`` is the supervisor, the process that starts and watches
-    the command, or None if it is on another machine.
+    A TensorBoard becomes ready when it responds (``mark_ready``). ``handle`` is the supervisor, the process that starts and
+    watches the command; None if the command runs on another machine.
     """
     row = allocation_rows.require(tx.connection, allocation_id)
     command = commands.require(tx.connection, row.task_id)
@@ -118,7 +118,7 @@ def release(
 ) -> None:
     """Request SIGTERM for a command's process, or SIGKILL if ``is_kill``.
 
-    ``why`` is logged. SIGKILL follows SIGTERM after ``STOP_TIMEOUT_S``.
+    ``why`` is logged. SIGKILL follows SIGTERM after ``STOP_TIMEOUT_S``. No-op if the same or a kill was requested before.
     """
     now = now_us()
     if is_kill:
@@ -200,7 +200,10 @@ def _stop(
 
 
 def refuse(tx: Transaction, task_id: str, why: str) -> None:
-    """Set a pending command to ERROR; ``why`` is the reason why it can never start."""
+    """Set a waiting command, which can never start for reason ``why``, to ERROR.
+
+    No-op if the command has an allocation or has ended.
+    """
     row = commands.require(tx.connection, task_id)
     if row.allocation_id is None and row.state not in commands.ENDED:
         _close(tx, row, "ERROR", why)
@@ -220,9 +223,9 @@ def _close(tx: Transaction, row: commands.CommandInfo, state: str, exit_status: 
 
 
 def exited(tx: Transaction, allocation_id: str, exit_: AllocationExit, _traceback: str | None = None) -> None:
-    """End a command's allocation, then restart or end the command.
+    """End a command's allocation, then restart, pause or end the command.
 
-    Call this only once the allocation's complete log is stored.
+    Call this after the allocation's complete log is stored. No-op if the allocation is TERMINATED.
     """
     row = allocation_rows.require(tx.connection, allocation_id)
     if row.state == "TERMINATED":
@@ -279,7 +282,10 @@ def tensorboard_sources(
     experiment_ids: Collection[int],
     trial_ids: Collection[int],
 ) -> dict[str, Path]:
-    """Return TensorBoard run name -> directory of event files, which may not exist."""
+    """Return TensorBoard run name -> directory of event files, which may not exist.
+
+    Raises ``InvalidError`` without ids, for more than ``MAX_TRIALS`` trials, or for an object storage.
+    """
     if not experiment_ids and not trial_ids:
         raise InvalidError(
             "experimentIds and trialIds are empty; expected what to show. Name an experiment, or trials with -t."
@@ -318,7 +324,7 @@ def _tensorboard_directory(connection: Connection, cluster_id: str, experiment_i
 def _best_trials(connection: Connection, experiment_id: int) -> list[int] | None:
     """Return the ids of an experiment's ``MAX_TRIALS`` best trials.
 
-    None means that the experiment has no more trials than that.
+    None if the experiment has ``MAX_TRIALS`` trials or fewer.
     """
     found = trials.best_ids(connection, experiments.require(connection, experiment_id), MAX_TRIALS + 1)
     return None if len(found) <= MAX_TRIALS else found[:MAX_TRIALS]

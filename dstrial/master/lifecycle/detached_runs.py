@@ -45,7 +45,7 @@ def create(
 ) -> int:
     """Create an experiment of detached runs, or find the one with ``external_id``.
 
-    Returns the experiment's id. ``external_id`` is an id that the script chose, or None.
+    Returns the experiment's id. ``external_id`` is an id that the script chose; if it is None, always create an experiment.
     """
     known = None if external_id is None else experiment_rows.by_external_id(tx.connection, external_id)
     if known is not None:
@@ -71,7 +71,7 @@ def create_trial(
 ) -> int:
     """Create a detached trial, or find one by ``external_id``; return the trial's id.
 
-    ``hparams``, unless None, replace the hyperparameters of a found trial.
+    If ``external_id`` is None, always create a trial. ``hparams``, unless None, replace the hyperparameters of a found trial.
     """
     experiment = _require(tx, experiment_id)
     _refuse_deleting(experiment)
@@ -88,7 +88,7 @@ def create_trial(
 def start(tx: Transaction, trial_id: int, *, resumes: bool) -> StartPoint:
     """Start a new run of a detached trial; reports of earlier runs are then rejected.
 
-    If ``resumes``, the run starts from the trial's latest COMPLETED checkpoint.
+    If ``resumes``, the run starts from the trial's latest COMPLETED checkpoint, otherwise without a checkpoint.
     """
     trial = trial_rows.require(tx.connection, trial_id)
     experiment = _require(tx, trial.experiment_id)
@@ -108,8 +108,8 @@ def start(tx: Transaction, trial_id: int, *, resumes: bool) -> StartPoint:
 def note_heartbeat(tx: Transaction, trial: trial_rows.Trial, *, is_current_run: bool = False) -> None:
     """Record a detached trial's heartbeat; set a trial that timed out back to ACTIVE.
 
-    ``is_current_run`` says that the heartbeat is of the trial's newest run. Then COMPLETED and ERROR trials also become ACTIVE,
-    as an earlier run may have set that state. No-op for trials that the master runs.
+    ``is_current_run`` says whether the trial's newest run sent the heartbeat. If so, a COMPLETED or ERROR trial also becomes
+    ACTIVE, as an earlier run may have set that state. No-op for trials that the master runs.
     """
     if trial.heartbeat_us is None:
         return
@@ -147,8 +147,8 @@ def set_state(tx: Transaction, trial_id: int, state: str | None) -> None:
 def give_up_silent(tx: Transaction, before_us: int) -> int:
     """Set detached trials without a heartbeat since ``before_us`` to ERROR.
 
-    Also end detached experiments that started before ``before_us`` and have no trial. Returns how many
-    trials were set to ERROR.
+    Also set detached experiments to ERROR that started before ``before_us`` and have no trial. Returns how many trials, without
+    these experiments, were set to ERROR.
     """
     rows = trial_rows.silent_since(tx.connection, before_us)
     for row in rows:
@@ -202,7 +202,10 @@ def _refuse_deleting(row: experiment_rows.Experiment) -> None:
 
 
 def _reopen(tx: Transaction, trial: trial_rows.Trial, *, is_archived: bool = False) -> None:
-    """Set a terminal trial and its experiment back to ACTIVE."""
+    """Set a terminal trial and its experiment back to ACTIVE.
+
+    ``is_archived`` is the experiment's archived flag after the call.
+    """
     trial_rows.update(tx, trial.id, state="ACTIVE", end_us=None, is_closed=False, is_lost=False)
     tasks.update(tx, trial.task_id, end_us=None)
     experiment_rows.update(

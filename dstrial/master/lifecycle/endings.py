@@ -40,8 +40,9 @@ _SEVERITY = {"STOPPING_COMPLETED": 1, "STOPPING_CANCELED": 2, "STOPPING_ERROR": 
 def may_follow(state: str, stopping: str) -> bool:
     """Return whether ``state`` is not terminal and less severe than ``stopping``.
 
-    ``stopping`` is the STOPPING_… state into which a trial or experiment is to change. Severity increases from
-    STOPPING_COMPLETED over CANCELED and ERROR to KILLED; other states have none.
+    ``stopping`` is the STOPPING_… state into which a trial or experiment is to change. Severity increases in the order
+    STOPPING_COMPLETED, STOPPING_CANCELED, STOPPING_ERROR, STOPPING_KILLED; ACTIVE and PAUSED are less severe. False for
+    DELETING and DELETE_FAILED.
     """
     if state in TERMINAL or state in DELETING:
         return False
@@ -54,8 +55,9 @@ STOPPED_BY_SEARCHER = "the searcher has stopped this trial"
 def stop_trial(tx: Transaction, trial_id: int, stopping: str, why: str) -> None:
     """End a trial by preemption, or by a kill for STOPPING_KILLED and STOPPING_ERROR.
 
-    A preempted trial first saves a checkpoint. No-op if the trial has ended or is already stopping with equal or higher
-    severity. ``stopping`` is a STOPPING_… state; ``why`` (without a full stop) is logged.
+    A preempted trial first saves a checkpoint; a trial without an allocation ends immediately. No-op if the trial has ended or
+    is already stopping with equal or higher severity (``may_follow``). ``stopping`` is a STOPPING_… state; ``why`` (without a
+    full stop) is logged.
     """
     trial = trial_rows.require(tx.connection, trial_id)
     if not may_follow(trial.state, stopping):
@@ -99,8 +101,8 @@ def close_trial(
 ) -> None:
     """Set a trial without an allocation to a terminal state, and notify the searcher.
 
-    ``reason`` is the early-exit reason for the searcher; by default, it follows from ``state``. ``why`` is stored as the end
-    reason of the experiment.
+    ``reason`` is the early-exit reason for the searcher. If it is None, ``state`` decides: ERROR means ``ERRORED``, CANCELED
+    means ``USER_CANCELED``, COMPLETED no early exit. ``why``, unless None, is stored as the end reason of the experiment.
     """
     now = now_us()
     columns: dict[str, Any] = {"state": state, "end_us": now, "is_closed": True}
@@ -121,8 +123,8 @@ def close_trial(
 def stop_experiment(tx: Transaction, experiment_id: int, stopping: str, why: str) -> bool:
     """Stop an experiment and its trials.
 
-    Returns False if the experiment has ended or is already stopping with equal or higher severity. ``stopping``
-    and ``why`` are as for ``stop_trial``.
+    Returns True if this call stops the experiment; False if it has ended or is already stopping with equal or higher severity.
+    ``stopping`` and ``why`` are as for ``stop_trial``.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     if not may_follow(row.state, stopping):
@@ -161,10 +163,10 @@ def finish_if_over(tx: Transaction, experiment_id: int) -> None:
 
 
 def finish_experiment(tx: Transaction, experiment_id: int, state: str, reason: str | None) -> None:
-    """Set an experiment's terminal state; no-op if it has one.
+    """Set an experiment to a terminal state; no-op if it is in a terminal state.
 
-    For COMPLETED, a stored end reason is cleared. For other states, ``reason`` is stored unless an end reason is already
-    stored. Checkpoint garbage collection is enqueued, except for an unmanaged experiment, which a script runs, not the master.
+    COMPLETED clears the stored end reason. Other states store ``reason``, unless an end reason is already stored. Checkpoint
+    garbage collection is enqueued, except for an unmanaged experiment, which a script runs, not the master.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.state in TERMINAL:
@@ -210,7 +212,8 @@ def _notify_searcher(tx: Transaction, trial: trial_rows.Trial, reason: ExitReaso
 def _send_to_searcher(tx: Transaction, experiment_id: int, event: Callable[[Searcher], list[Action]]) -> None:
     """Call ``event`` with an experiment's searcher; carry out the returned actions.
 
-    No-op if the experiment has no searcher, or is stopping or over.
+    If ``event`` raises ``SearchError``, the experiment ends in ERROR. No-op if the experiment has no searcher, is stopping, or
+    has ended.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.searcher_snapshot is None or row.state in STOPPING or row.state in TERMINAL:
@@ -268,7 +271,7 @@ def _apply_actions(
 
 
 def _warm_start_uuid(tx: Transaction, searcher: Mapping[str, Any]) -> str | None:
-    """Return the uuid of the checkpoint from which new trials start, or None."""
+    """Return the uuid of the checkpoint that initialises new trials, or None."""
     if searcher.get("source_trial_id") is None:
         uuid: str | None = searcher.get("source_checkpoint_uuid")
         return uuid

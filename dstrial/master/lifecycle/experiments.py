@@ -72,7 +72,7 @@ def _check_warm_start(tx: Transaction, config: dict[str, Any]) -> None:
 
 
 def pause(tx: Transaction, experiment_id: int) -> None:
-    """Pause an experiment; its trials save checkpoints and then release their slots."""
+    """Pause an experiment: its trials save checkpoints, then release their slots."""
     state = _require_changeable(tx, experiment_id, "pause")
     if state == "PAUSED":
         return
@@ -149,7 +149,10 @@ def delete(tx: Transaction, experiment_id: int) -> None:
 
 
 def check_deletable(tx: Transaction, row: experiment_rows.Experiment) -> None:
-    """Raise ``InvalidError`` if an experiment is active or has registered checkpoints."""
+    """Raise ``InvalidError`` unless an experiment may be deleted.
+
+    The experiment must have ended, and the model registry must have none of its checkpoints.
+    """
     if row.state not in TERMINAL | DELETING:
         raise InvalidError(
             f"experiment {row.id} is {row.state}; expected one that has ended. Cancel or kill it first."
@@ -192,7 +195,7 @@ def continue_(tx: Transaction, experiment_id: int, submission: Submission | None
     """Resume an ended experiment from its checkpoints; return its id.
 
     Trials that did not complete run again, with restart counters of 0. With the single searcher, a completed trial also runs
-    again. ``submission`` is a changed config, allowed for the single searcher only.
+    again. ``submission`` is a changed config, allowed for the single searcher only; None does not change the config.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     refuse_detached(row, "continue")
@@ -253,7 +256,10 @@ def _check_continuable(row: experiment_rows.Experiment, submission: Submission |
 
 
 def _resample(tx: Transaction, trial_id: int, submission: Submission) -> None:
-    """Sample the hyperparameters of a single searcher's trial from a changed config."""
+    """Sample a trial's hyperparameters anew from a changed config, and store them.
+
+    For experiments with the single searcher.
+    """
     seed = int(submission.config["reproducibility"]["experiment_seed"])
     for action in Searcher.new(submission.config, seed).initial_trials():
         if isinstance(action, Create):
@@ -261,10 +267,10 @@ def _resample(tx: Transaction, trial_id: int, submission: Submission) -> None:
 
 
 def patch(tx: Transaction, experiment_id: int, **fields: Any) -> None:
-    """Update fields of an experiment in its row and its config.
+    """Update fields of an experiment in its row and its config; keep omitted fields.
 
-    ``fields`` are name, description, notes, labels, priority, weight, max_slots and checkpoint_storage. Of checkpoint_storage
-    only the ``save_…`` keys may change; this starts checkpoint garbage collection.
+    ``fields`` may be name, description, notes, labels, priority, weight, max_slots, log_retention_days and checkpoint_storage.
+    checkpoint_storage has only ``save_…`` keys; a change of these enqueues checkpoint garbage collection.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.state in DELETING:
@@ -307,7 +313,10 @@ def project_of_config(
 
 
 def delete_project(tx: Transaction, project_id: int) -> bool:
-    """Start deletion of a project; return True if it was empty and is now deleted."""
+    """Delete an empty project and return True, else start its deletion.
+
+    In the latter case, a background job deletes the experiments and then the project; return False.
+    """
     row = projects.require(tx.connection, project_id)
     projects.refuse_immutable(row, "be deleted")
     held = experiment_rows.of_project(tx.connection, project_id)
@@ -324,7 +333,10 @@ def delete_project(tx: Transaction, project_id: int) -> bool:
 
 
 def delete_workspace(tx: Transaction, workspace_id: int) -> bool:
-    """Start deletion of a workspace; return True if it was empty and is now deleted."""
+    """Delete a workspace without experiments and return True, else start its deletion.
+
+    In the latter case, a background job deletes the projects and then the workspace; return False.
+    """
     row = workspaces.require(tx.connection, workspace_id)
     workspaces.refuse_immutable(row, "be deleted")
     model = models.any_name_in(tx.connection, workspace_id)
@@ -342,7 +354,10 @@ def delete_workspace(tx: Transaction, workspace_id: int) -> bool:
 
 
 def finish_project(tx: Transaction, project_id: int) -> None:
-    """Delete a project if its experiments are deleted, else set it to DELETE_FAILED."""
+    """Delete a project without experiments; set any other project to DELETE_FAILED.
+
+    Called after the deletion of the experiments, which may have failed.
+    """
     left = experiment_rows.of_project(tx.connection, project_id)
     if not left:
         projects.delete(tx, project_id)
@@ -354,7 +369,10 @@ def finish_project(tx: Transaction, project_id: int) -> None:
 
 
 def finish_workspace(tx: Transaction, workspace_id: int) -> None:
-    """Delete a workspace if its content is deleted, else set it to DELETE_FAILED."""
+    """Delete a workspace without content; set any other workspace to DELETE_FAILED.
+
+    Called after the deletion of the projects, which may have failed.
+    """
     left = projects.list_projects(tx.connection, workspace_id)
     if left:
         why = f"project {left[0].name!r} could not be deleted: {left[0].error}"

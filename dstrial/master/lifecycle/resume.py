@@ -72,7 +72,7 @@ def of_submission(connection: Connection, config: Mapping[str, Any]) -> SavedRun
 def _of_run_directory(config: Mapping[str, Any]) -> SavedRun | None:
     """Return the metadata of the checkpoint of ``dstrial run --resume``, or None.
 
-    Its path is the value of an environment variable in ``config``.
+    The checkpoint's path is the value of ``RESUME_VARIABLE`` among the environment variables in ``config``.
     """
     environment = config.get("environment")
     variables = environment.get("environment_variables") if isinstance(environment, Mapping) else None

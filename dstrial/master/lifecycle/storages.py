@@ -31,9 +31,9 @@ _MARKER_TEXT = "Checkpoints of dstrial are stored here. If this file is missing,
 
 
 def root_of(storage: Mapping[str, Any]) -> Path | None:
-    """Return the absolute local directory of a storage; None if the storage has none.
+    """Return a storage's local directory; None if it has no absolute path.
 
-    ``storage`` is a config's ``checkpoint_storage``.
+    ``storage`` is a config's ``checkpoint_storage``. None for an object storage.
     """
     try:
         root = storage_root(storage)
@@ -57,7 +57,10 @@ class Storages:
         self._timeout_s = timeout_s
 
     def trouble(self, storage: Mapping[str, Any]) -> str | None:
-        """Return why a storage is unavailable; None if it is available or was never used."""
+        """Return why a storage is unavailable; None if it is available or not probed.
+
+        A storage is not probed if it was never used or has no local directory.
+        """
         root = root_of(storage)
         if root is None or not self._is_known(root):
             return None
@@ -65,7 +68,7 @@ class Storages:
         return None if instead is None else str(StorageGoneError(str(root), instead))
 
     def trouble_of(self, experiment_id: int) -> str | None:
-        """Return why an experiment's storage is unavailable, or None."""
+        """Return ``trouble`` of an experiment's storage; None for a deleted experiment."""
         with self._database.read() as connection:
             experiment = experiments.get(connection, experiment_id)
         if experiment is None:  # deleted concurrently
@@ -78,7 +81,7 @@ class Storages:
         Returns None if the storage is not local or cannot be created; in the latter case, trials report the error.
 
         Raises:
-            StorageGoneError: the storage was used before and is unavailable.
+            StorageGoneError: the storage was used before and is unavailable, or does not answer at its first use.
         """
         root = root_of(storage)
         if root is None:
@@ -118,7 +121,7 @@ class Storages:
                 path.chmod((0o666 if path == marker else 0o777) & ~self._umask)
 
     def _probe(self, root: Path) -> str | None:
-        """Return why a storage is unavailable, or None."""
+        """Return why the storage with directory ``root`` is unavailable, or None."""
         try:
             return _in_thread(lambda: what_is_there_instead(str(root))).result(self._timeout_s)
         except FutureTimeoutError:

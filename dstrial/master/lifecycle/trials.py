@@ -32,7 +32,8 @@ def report_metrics(
 ) -> None:
     """Store a metric report and pass a validation to the searcher, in one transaction.
 
-    ``steps`` is the number of completed batches, None for profiling reports. ``per_batch`` are metrics of each batch.
+    ``steps`` is the number of completed batches, None for profiling reports. ``per_batch`` has the metrics of each batch. No-op
+    for a repeated report.
     """
     is_new = metric_rows.add_report(
         tx,
@@ -86,7 +87,7 @@ def set_runner_state(tx: Transaction, trial_id: int, state: str) -> None:
 
 
 def early_exit(tx: Transaction, trial_id: int, reason: str) -> None:
-    """Mark a trial's hyperparameters as invalid; kill the trial if it runs in 10 s.
+    """Mark a trial's hyperparameters as invalid; kill it unless it exits within 10 s.
 
     Raises ``InvalidError`` unless ``reason`` is INVALID_HP or INIT_INVALID_HP.
     """

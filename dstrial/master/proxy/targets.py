@@ -55,7 +55,10 @@ class Service:
 
 
 def task_of_host(headers: Headers) -> str | None:
-    """Return the task id in a request's host name; None for the master's host name."""
+    """Return the task id in a request's host name; None for the master's host name.
+
+    Raises HTTP 403 for another host name, or if the request's Origin is another page.
+    """
     host = headers.get("host", "").lower()
     found = _OWN_HOST.fullmatch(host)
     if found is None or len(headers.getlist("host")) != 1:
@@ -71,9 +74,10 @@ def task_of_host(headers: Headers) -> str | None:
 
 
 async def find(services: Services, headers: Headers, method: str, path: str) -> Service:
-    """Return the service that a request's undecoded path names.
+    """Return the service that a request's path, still percent-encoded, names.
 
-    Raises HTTP 401 or 403 if the request's token does not allow it, 404 if the task does not run or has no such service.
+    Raises HTTP 401 or 403 if the request's token does not permit access to the service. Raises HTTP 404 if the task does not
+    run or has no such service.
     """
     task_id = task_of_host(headers)
     identity = await access.identify(services, headers, method, task_id)
@@ -92,7 +96,10 @@ async def find(services: Services, headers: Headers, method: str, path: str) -> 
 
 
 def _find(connection: Connection, name: str) -> Service:
-    """Return the service named ``TASK``, a task's default service, or ``TASK:PORT``."""
+    """Return the service named ``TASK:PORT``, or the default service, named ``TASK``.
+
+    Raises HTTP 404 if the task does not run or has no such service.
+    """
     asked = _SERVICE.fullmatch(name)
     task_id = "" if asked is None else asked["task"]
     row = tasks.active_of(connection, task_id)
@@ -121,7 +128,7 @@ async def connect(service: Service) -> tuple[asyncio.StreamReader, asyncio.Strea
     """Connect to a service of a task.
 
     Raises:
-        RequestError: 503 if no process listens, 502 if the process that listens is of another account.
+        RequestError: 503 if no process listens on the port, 502 if the listening process belongs to another account.
     """
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
@@ -146,8 +153,8 @@ async def connect(service: Service) -> tuple[asyncio.StreamReader, asyncio.Strea
 def _socket_owner(port: int, own_port: int) -> int | None:
     """Return the id of the user whose process serves a connection to ``port``.
 
-    ``own_port`` is the port of the master's end. Until the service accepts the connection, its listening socket counts. None if
-    there is no such socket.
+    ``own_port`` is the port of the master's end of the connection. If the service has not accepted the connection yet, return
+    the user id of the socket that listens on ``port``; None if no socket does.
     """
     pattern = re.compile(_SOCKET.format(port=f"{port:04X}"))
     listener: int | None = None
@@ -176,7 +183,7 @@ def forwarded(
 ) -> list[tuple[bytes, bytes]]:
     """Return a request's headers without the master's tokens and hop-by-hop headers.
 
-    With ``is_upgrade``, those that upgrade the connection to a WebSocket stay.
+    With ``is_upgrade``, the headers that upgrade the connection to a WebSocket are not removed.
     """
     kept, dropped = [], _hop_by_hop(headers)
     for name, value in headers:

@@ -183,9 +183,9 @@ def _refusal(problem: Problem) -> bytes:
 
 
 async def _wait_for_either(*directions: Coroutine[Any, Any, int]) -> int:
-    """Run coroutines until one ends, then cancel the others; return the larger result.
+    """Run coroutines until one ends, then cancel the others; return its result.
 
-    The results are close codes of a WebSocket.
+    The results are close codes of a WebSocket. If several coroutines end at the same time, return the largest code.
     """
     both = [asyncio.ensure_future(direction) for direction in directions]
     try:

@@ -28,7 +28,7 @@ def request(
 ) -> AllocationRequest:
     """Return the request to start a command.
 
-    ``common`` are the fields that trials' requests also have.
+    ``common`` has the fields of ``AllocationRequest`` whose values are found in the same way for trials and commands.
     """
     row = commands.require(connection, allocation.task_id)
     config: dict[str, Any] = json.loads(row.config)
@@ -80,7 +80,10 @@ def _tensorboard(task_id: str, directory: Path, ports: dict[str, int], more: lis
 
 
 def watch(services: Services, allocation: Allocation) -> None:
-    """Mark a TensorBoard as ready once it listens; kill it if it is idle."""
+    """Mark a TensorBoard as ready when it listens; kill it after its idle timeout.
+
+    No-op for allocations of other commands and of trials.
+    """
     port = allocation.ports.get("TENSORBOARD_PORT")
     if port is None or allocation.kill_us is not None:
         return

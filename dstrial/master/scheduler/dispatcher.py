@@ -63,7 +63,7 @@ class _Queue:
     rows: Sequence[jobs.WaitingTrial | commands.CommandInfo] = ()  # of all waiting trials and commands
     entries: list[_Entry] = dataclasses.field(
         default_factory=list
-    )  # those that may start, the most urgent first
+    )  # trials and commands that may start, the most urgent first
     # Trials that need more slots than are enabled.
     lacking: list[jobs.WaitingTrial] = dataclasses.field(default_factory=list)
     # Trials whose checkpoint or config could not be read, with the error.
@@ -92,7 +92,8 @@ class Dispatcher:
     def poll(self) -> bool:
         """Poll the queue if due; return whether a trial or command was started.
 
-        A poll, whose cost grows with the queue, is due after a write that published "scheduler", or after ``_PERIOD_S``.
+        The cost of a poll grows with the queue. Thus a poll is due only after a write that published "scheduler", or
+        ``_PERIOD_S`` after the last poll.
         """
         version, now_s = self._services.pubsub.version("scheduler"), time.monotonic()
         if self.is_draining or (version == self._version and now_s < self._polled_s + _PERIOD_S):
@@ -195,7 +196,10 @@ class Dispatcher:
         trials: Iterable[jobs.WaitingTrial],
         excluded_nodes: Mapping[int, frozenset[int]],
     ) -> None:
-        """Add waiting trials to ``queue.entries``; ``excluded_nodes`` is by trial id."""
+        """Add waiting trials to ``queue.entries``, except those in backoff.
+
+        Trials that raise an error are added to ``queue.failed``. ``excluded_nodes`` maps trial id -> node ids.
+        """
         is_single_node = functools.cache(functools.partial(resizing.is_single_node, connection))
         largest = queue.largest
         for row in trials:
@@ -223,7 +227,8 @@ class Dispatcher:
     def _num_slots(self, connection: Connection, row: jobs.WaitingTrial, queue: _Queue) -> int:
         """Return the slot count for a waiting trial: ``slots_per_trial``, or fewer.
 
-        A trial gets fewer slots only if not enough are available and its checkpoint can resume on fewer.
+        A trial gets fewer slots only if not enough are available and its checkpoint can resume on fewer. If too few slots are
+        enabled and it cannot, add the trial to ``queue.lacking``.
         """
         wanted, num_enabled = row.slots_per_trial, len(queue.enabled)
         available = num_enabled if row.max_slots is None else min(num_enabled, row.max_slots)
@@ -237,7 +242,10 @@ class Dispatcher:
     def _choices(
         self, connection: Connection, row: jobs.WaitingTrial, num_slots: int, queue: _Queue
     ) -> tuple[int, ...]:
-        """Return the slot counts with which an elastic trial can start, best first."""
+        """Return the slot counts with which an elastic trial can start, best first.
+
+        Empty if the trial can start with ``num_slots`` only.
+        """
         # The free slots of Slurm and Ray are unknown, and these engines do not reserve lost slots for a trial.
         is_engine = self._services.engine is not None
         found = resizing.start_choices(
@@ -249,7 +257,7 @@ class Dispatcher:
         return tuple(n for n in found if n <= num_slots) if num_slots < row.slots_per_trial else found
 
     def _end_without_node(self, row: jobs.WaitingTrial) -> None:
-        """Fail a trial whose log policies exclude every node."""
+        """Fail a trial whose log policies exclude every node, if ``launch_error`` is set."""
         # Source: Determined 0.38.1, e2e_tests/tests/cluster/test_log_policies.py.
         if not self._services.settings.launch_error:
             return
@@ -289,9 +297,9 @@ class Dispatcher:
         return started
 
     def _grow(self, queue: _Queue) -> None:
-        """Stop one trial, with a checkpoint, that can resume on more slots.
+        """Stop one trial, after a checkpoint, so that it resumes on more slots.
 
-        No-op if a trial or command waits for slots, or an allocation is stopping.
+        No-op if no trial can grow, a trial or command waits for slots, an allocation is stopping, or a node has just gone down.
         """
         capacity = {node: len(slots) for node, slots in by_node(queue.enabled).items()}
         is_ending = any(row.preempt_us is not None or row.kill_us is not None for row in queue.live)
@@ -394,7 +402,7 @@ class Dispatcher:
 def _with_slots(live: list[Allocation], all_nodes: Sequence[Node], off: Mapping[int, bool]) -> _Queue:
     """Return a queue that has the slots of ``all_nodes`` and no entries yet.
 
-    ``off`` are the disabled slots and nodes, as ``jobs.disabled_slots`` returns them.
+    ``off`` has the disabled slots and nodes as keys, as ``jobs.disabled_slots`` returns them.
     """
     # A node that went down within the grace period counts as enabled, so that a short outage shrinks no trial.
     grace_start_us = now_us() - _NODE_GRACE_US

@@ -169,7 +169,7 @@ class Janitor:
         self._backoff.forget(row.id)
 
     def _sweep(self, config: Mapping[str, Any], uuids: list[str], allocation_id: str) -> None:
-        """Delete checkpoints that an ended allocation began to save and did not report."""
+        """Delete checkpoints that an ended allocation began to save but did not report."""
         with self._database.read() as connection:
             left = checkpoints.unknown_of(connection, uuids)
             allocation = allocations.get(connection, allocation_id)

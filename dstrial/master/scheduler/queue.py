@@ -39,7 +39,7 @@ def place(
     """Return free slots for an allocation, in rank order; None if it must wait.
 
     ``free`` maps node id -> free slot ids; ``capacity`` maps node id -> total number of slots. An allocation that would fit on
-    one empty node waits for such a node instead of being divided.
+    one empty node waits for such a node instead of being divided. With ``is_on_one_node``, no allocation is divided.
     """
     fitting = [node for node, slots in free.items() if len(slots) >= num_slots]
     if fitting:
@@ -138,9 +138,10 @@ def assignments(
 
 
 def waits_for_others(one: Waiting, capacity: Mapping[int, int], used_by: Mapping[int, int]) -> bool:
-    """Return whether a trial or command could start if others released their slots.
+    """Return whether a trial or command could start if other jobs released slots.
 
-    ``capacity`` maps node id -> number of enabled slots, ``used_by`` experiment id -> number of slots in use.
+    ``capacity`` maps node id -> number of enabled slots, ``used_by`` experiment id -> number of slots in use. False if the
+    experiment would exceed its ``max_slots``.
     """
     allowed = {node: count for node, count in capacity.items() if node not in one.excluded_nodes}
     if not could_ever_fit(one.num_slots, allowed, is_on_one_node=one.is_on_one_node):

@@ -78,7 +78,7 @@ class Reconciler:
         self._next_poll_s = 0.0  # monotonic time
 
     def adopt(self, rows: Iterable[Allocation]) -> None:
-        """Find the processes of live allocations that an earlier master started."""
+        """Find the processes of allocations from an earlier master; mark them as RUNNING."""
         for row in rows:
             run = run_of(row)
             handle = self._backend.find(run)
@@ -88,9 +88,9 @@ class Reconciler:
                     self._started(row, run)
 
     def poll(self, rows: Sequence[Allocation], *, is_due: bool) -> float:
-        """Poll all live allocations ``rows``; return the seconds until the next poll.
+        """Poll the allocations ``rows`` if ``is_due`` or the poll interval has passed.
 
-        Polls only if ``is_due`` or the last poll was ``_POLL_S`` ago.
+        ``rows`` are all live allocations. Returns the seconds until the next poll; infinity if ``rows`` is empty.
         """
         if not rows:
             return math.inf
@@ -121,7 +121,7 @@ class Reconciler:
         return has_more
 
     def _reconcile(self, row: Allocation, run: RunRef, state: _State) -> bool:
-        """Store an allocation's new output and its exit, and stop it if a request is due.
+        """Store an allocation's new output and exit; carry out stop and kill requests.
 
         Returns whether more output is ready to be read.
         """
@@ -298,7 +298,8 @@ def _expired_grace_period(row: Allocation, state: _State) -> str | None:
 def _with_explanation(directory: Path, exit_: AllocationExit) -> tuple[AllocationExit, str | None]:
     """Return (exit with an explanation, traceback) of a failed allocation.
 
-    The traceback is the first in the output in ``directory``, or None. An explanation that ``exit_`` has is kept.
+    The traceback is the first one in the output in ``directory``; None if there is none. If ``exit_`` already has an
+    explanation, it is not replaced.
     """
     traceback = first_traceback(printed(directory))
     if exit_.explanation is None:
@@ -337,7 +338,7 @@ def note_matches(
 ) -> None:
     """Store and apply the log policies that matched a node's output.
 
-    The trial's log gets at most one line per action.
+    ``name`` is the node's name. Only the first match of each action is logged in the trial's log.
     """
     for policy, line in matched:
         if policy.name is not None:

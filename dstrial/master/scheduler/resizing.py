@@ -28,7 +28,7 @@ logger = logging.getLogger("dstrial.master.scheduler")
 
 
 def may_grow(connection: Connection) -> bool:
-    """Return whether a running trial has fewer slots than it may have."""
+    """Return whether a running elastic trial has fewer slots than its maximum."""
     return any(
         len(json.loads(row.slots)) < _elasticity(row.section, row.slots_per_trial).at_most
         for row in rows.resizable_trials(connection)
@@ -66,8 +66,8 @@ def find_growth(
 ) -> tuple[int, str] | None:
     """Return (trial id, reason) of a trial that can grow, or None.
 
-    The trial runs, and can resume on more slots, of which enough are free; the caller stops it. ``free`` and ``enabled`` are
-    slot ids; ``used_by`` maps experiment id -> number of slots in use.
+    The trial runs, has a checkpoint that can resume on more slots, and enough slots are free. The caller must stop the trial.
+    ``free`` and ``enabled`` are slot ids; ``used_by`` maps experiment id -> number of slots in use.
     """
     for row in rows.resizable_trials(connection):
         elasticity = _elasticity(row.section, row.slots_per_trial)
@@ -101,9 +101,10 @@ def is_single_node(connection: Connection, experiment_id: int) -> bool:
 def grown(
     one: Waiting, slots: Collection[int], free: Collection[int], enabled: Collection[int], used: int
 ) -> int:
-    """Return the largest of a trial's ``choices`` that it could get; 0 if none.
+    """Return the slot count to which a running trial can grow now; 0 if none.
 
-    ``slots`` are the trial's slots, ``used`` the number of slots that its experiment uses.
+    ``one.choices`` are the counts to try, best first. ``slots`` are the ids of the trial's present slots, which count as free.
+    ``used`` is the number of slots that its experiment uses.
     """
     available = {*free, *slots} & set(enabled)
     found = assignments([one], available, enabled, {one.experiment_id: used - len(slots)})
@@ -111,7 +112,10 @@ def grown(
 
 
 def stop(database: Database, trial_id: int, why: str) -> None:
-    """Ask a trial to save a checkpoint and stop; no-op if it is stopping or over."""
+    """Ask a trial to save a checkpoint and stop; no-op if it is stopping or has ended.
+
+    Also a no-op if the trial's code has not contacted the master yet.
+    """
 
     def ask(tx: Transaction) -> bool:
         allocation = allocation_rows.live(tx.connection, trial_id)
@@ -128,7 +132,7 @@ def stop(database: Database, trial_id: int, why: str) -> None:
 
 
 def note_slots(tx: Transaction, allocation: Allocation, num_slots: int, num_wanted: int) -> None:
-    """Log if a trial's slot count changed or is lower than requested."""
+    """Log ``num_slots`` if lower than ``num_wanted`` or different from the last run."""
     before = rows.slots_of_run_before(tx.connection, allocation.trial_id, allocation.run_id)
     if num_slots < num_wanted:
         text = (

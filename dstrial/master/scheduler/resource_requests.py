@@ -55,7 +55,7 @@ def request_of_config(
 ) -> ResourceRequest | None:
     """Return the request for one trial of a config; None if trials need no slots.
 
-    ``may_wait`` accepts a config that needs more nodes than the cluster has now.
+    With ``may_wait``, the request is not refused if the cluster's nodes are too few at present.
     """
     resources = config["resources"]
     num_slots = resources["slots_per_trial"]
@@ -114,7 +114,7 @@ def describe(connection: Connection, key: Key) -> tuple[str, Mapping[str, Any]]:
 
 
 def write_answer(database: Database, answer: Answer) -> None:
-    """Log the messages of Slurm or Ray; fail the trials and commands that they refuse."""
+    """Log the messages in an answer of Slurm or Ray; fail refused trials and commands."""
     if not answer.messages and not answer.refused:
         return
 
@@ -146,8 +146,9 @@ async def refuse_unsatisfiable(
 ) -> None:
     """Raise ``ConfigError`` if Slurm or Ray could never run the requested job.
 
-    ``request`` is None for a job without slots; ``slots_key`` is the slot count's config key. The error has ``findings`` and
-    the reasons of Slurm or Ray.
+    No-op without Slurm or Ray, and if ``request`` is None (a job without slots). The reasons are added to ``findings``; the
+    error has all problems in ``findings``, including earlier ones. ``slots_key`` is the config key that the error names for a
+    wrong slot count.
     """
     if services.engine is None or request is None:
         return

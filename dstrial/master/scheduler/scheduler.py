@@ -98,7 +98,10 @@ class Scheduler:
         self._janitor.stop()
 
     def _stop_allocations(self) -> bool:
-        """Stop or kill every allocation; return whether any still runs."""
+        """Request a stop of every allocation; return whether any still runs.
+
+        If ``_is_killing``, request a kill instead.
+        """
         if not self._is_begun:  # not connected to the nodes: the next master adopts all allocations
             return not self._services.scheduler_problem
         is_kill = self._is_killing
@@ -118,9 +121,9 @@ class Scheduler:
             return self._kill_without_rows()
 
     def _kill_without_rows(self) -> bool:
-        """Stop allocations although the database cannot be written.
+        """Kill all allocations without a write to the database, which has failed.
 
-        Kills them, except in a graceful stop, which leaves them running. Returns whether any still runs.
+        Kills none in a graceful stop. Returns whether any allocation still runs.
         """
         # A graceful stop kills nothing: trials may still save. The next master treats killed trials as lost: no restart.
         with self._database.read() as connection:
@@ -166,7 +169,10 @@ class Scheduler:
         return wait_s
 
     def _end_silent_runs(self) -> None:
-        """End detached runs that have sent no heartbeat for ``detached_timeout_s``."""
+        """End detached runs that have sent no heartbeat for ``detached_timeout_s``.
+
+        After a jump of the wall clock, wait for this time before the next check.
+        """
         if time.monotonic() < self._next_silence_check_s:
             return
         lead_s, known_s = _lead_of_wall_clock_s(), self._lead_s

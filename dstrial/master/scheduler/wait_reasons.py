@@ -1,4 +1,4 @@
-"""Log why trials and commands wait, in their own logs, each reason once."""
+"""Log in the logs of trials and commands why they wait; never repeat a reason."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _MAX_NAMED = 3  # slot users named in one line
 
 
 def waiting_text(one: Waiting, num_enabled: int, live: Sequence[Allocation], before: str | None) -> str:
-    """Return a log line: the slots that a trial waits for, and the users of slots.
+    """Return a log line about the slots a trial waits for and the jobs that use slots.
 
-    ``before`` names the first trial in the queue; None if the waiting trial is first.
+    ``before`` is the name of the first trial in the queue; None if the waiting trial is first.
     """
     wanted = f"waiting for {_slots(one.num_slots)}"
     own = sum(len(row.slots) for row in live if row.experiment_id == one.experiment_id)
@@ -58,7 +58,7 @@ class WaitReasons:
         self._logged: dict[int | str, set[Hashable]] = {}  # by trial id or task id
 
     def forget_others(self, rows: Iterable[WaitingTrial | CommandInfo]) -> None:
-        """Forget trials and commands that no longer wait."""
+        """Forget the logged reasons of all jobs except ``rows``, which still wait."""
         self._logged = {key: self._logged[key] for key in map(_key, rows) if key in self._logged}
 
     def log(self, lines: Iterable[Line], level: str = "WARNING") -> None:
@@ -94,7 +94,10 @@ class WaitReasons:
     def waits_for_slots(
         self, waiting: Sequence[tuple[WaitingTrial, Waiting]], live: Sequence[Allocation], num_enabled: int
     ) -> None:
-        """Log once per run why each trial waits, and which ``live`` allocations use slots."""
+        """Log why each trial waits and which ``live`` allocations use slots.
+
+        A trial gets at most one such line per run, and none if it needs more slots than are enabled.
+        """
         begun = {row.trial_id for row in live}
         left = [(row, one) for row, one in waiting if row.id not in begun]
         lines: list[Line] = []

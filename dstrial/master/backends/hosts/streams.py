@@ -23,7 +23,7 @@ _ESTABLISHED = "01"  # state of a connection, in hexadecimal (linux net/tcp_stat
 class Streams:
     """One end of the tunnel, with a socket per stream. Thread-safe.
 
-    ``send`` sends a frame to the other end, and may block.
+    ``send`` is called with each frame for the other end; the call may block.
     """
 
     def __init__(self, send: Callable[[Mapping[str, Any]], None]) -> None:
@@ -33,7 +33,7 @@ class Streams:
         self._open: dict[int, tuple[socket.socket, queue.Queue[bytes | None]]] = {}
 
     def add(self, number: int, connection: socket.socket) -> None:
-        """Tunnel a socket as a new stream; close the socket at the stream's end."""
+        """Tunnel a socket as stream ``number``; close the socket when the stream ends."""
         arrived: queue.Queue[bytes | None] = queue.Queue(_WAITING_CHUNKS)
         with self._lock:
             self._open[number] = (connection, arrived)
@@ -42,7 +42,10 @@ class Streams:
         threading.Thread(target=self._write, args=(number, connection, arrived, reader), daemon=True).start()
 
     def handle(self, frame: Mapping[str, Any]) -> None:
-        """Process a frame from the other end; queue its data instead of blocking."""
+        """Process a frame from the other end without blocking: queue the frame's data.
+
+        If the queue is full, close the stream.
+        """
         with self._lock:
             connection, arrived = self._open.get(int(frame["stream"]), (None, None))
         if connection is None or arrived is None:
@@ -95,8 +98,9 @@ def _abandon(connection: socket.socket, arrived: queue.Queue[bytes | None]) -> N
 def account_of(peer: tuple[str, int], here: tuple[str, int]) -> int | None:
     """Return the user id of the process at the other end of a loopback connection.
 
-    None if the kernel lists no such connection. Source: Linux kernel documentation, proc_net_tcp.rst (addresses are hexadecimal
-    words in this machine's byte order).
+    ``peer`` and ``here`` are the (IPv4 address, port) of the other end and of this end. None if the kernel lists no such
+    connection. Source: Linux kernel documentation, proc_net_tcp.rst (addresses are hexadecimal words in this machine's byte
+    order).
     """
     wanted = (_shown(peer), _shown(here), _ESTABLISHED)
     with contextlib.suppress(OSError):

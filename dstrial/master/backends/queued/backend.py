@@ -71,7 +71,9 @@ class QueuedBackend(LinkedBackend):
     """Runs allocations with slots in jobs of Slurm or Ray, others on its own machine.
 
     Args:
-        engine: called from one thread only.
+        local: runs the allocations without slots.
+        engine: Slurm or Ray.
+        settings: for the agents on the jobs' nodes.
         ids_of: maps node names to permanent ids.
         notify: wakes the scheduler; called from any thread.
         wants_devices: whether slots are accelerators.
@@ -151,9 +153,9 @@ class QueuedBackend(LinkedBackend):
         return Answer(slots, refused, messages)
 
     def _slots_for(self, name: str, request: ResourceRequest) -> list[int] | None:
-        """Return the slot ids of a request's job, once an allocation can start in the job.
+        """Return the slot ids of a request's job; None if no allocation can start there.
 
-        None if the request has no job, the job is too small, or an agent on one of its nodes does not answer yet.
+        None if the request has no unused running job, the job is too small, or an agent on one of its nodes does not answer.
         """
         for job in self._jobs.values():
             nodes = [link.node() for link in job.links.values()]
@@ -215,7 +217,7 @@ class QueuedBackend(LinkedBackend):
         return super().submit(request, run)
 
     def observe(self, run: RunRef) -> AllocationExit | None:
-        """Return how an allocation ended; None while it runs or its nodes are unknown."""
+        """Return how an allocation ended; None if it runs or its job's nodes are unknown."""
         with self._lock:
             job = self._find_job(run)
             if job is not None and not job.seen.parts and not job.links and job.end is None:
@@ -255,7 +257,7 @@ class QueuedBackend(LinkedBackend):
     # Called with the lock held
 
     def _find_job(self, run: RunRef) -> TrackedJob | None:
-        """Return the job in which an allocation runs; None if it is unknown.
+        """Return the job in which an allocation runs; None if the job is unknown.
 
         A restarted master reads the job's id from a file in the allocation's directory.
         """
@@ -347,7 +349,11 @@ class QueuedBackend(LinkedBackend):
         self._capacity_s = time.monotonic()
 
     def _track(self, seen: Mapping[str, EngineJob]) -> bool:
-        """Update jobs from Slurm's or Ray's report (by id); return whether any changed."""
+        """Update jobs from ``seen``, the engine's report by job id.
+
+        Also adds jobs of an earlier master, and connects to the nodes of jobs that have started. Returns whether any job has
+        changed.
+        """
         changed = False
         for job_id, job in self._jobs.items():
             if job.report(seen.get(job_id)):
@@ -365,7 +371,10 @@ class QueuedBackend(LinkedBackend):
         return changed
 
     def _open_links(self, job: TrackedJob) -> None:
-        """Connect to the agents on a job's nodes; assign the lowest free slot ids."""
+        """Connect to the agents on a job's nodes, and set the job's slot ids.
+
+        The ids are those of the job's allocation or, if the job has none yet, the lowest free ids of each node.
+        """
         run = job.run
         allocated = {} if run is None else {on_node.node_id: on_node for on_node in run.allocated}
         taken = [on_node for one in self._jobs.values() for on_node in one.allocated]
@@ -402,7 +411,10 @@ class QueuedBackend(LinkedBackend):
         self._notify_scheduler()
 
     def _plan(self) -> Plan:
-        """Return the jobs to cancel and submit; none before the first call of ``request``."""
+        """Return the jobs to cancel and submit; mark the former as cancelled.
+
+        Empty before the first call of ``request``, because the waiting requests are not known yet.
+        """
         if not self._has_requests:
             return Plan()
         requests = {name: one.request for name, one in self._waiting.items()}
@@ -435,7 +447,10 @@ class QueuedBackend(LinkedBackend):
         self._cancel(unused)
 
     def _submit(self, name: str, waiting: WaitingRequest) -> None:
-        """Submit a job with the most slots that the engine accepts; else retry later."""
+        """Submit a job for a request, with fewer slots if the engine rejects its count.
+
+        The slot counts are tried in the order ``num_slots``, ``fewer``. If all are rejected, set a time for a retry.
+        """
         request = waiting.request
         excluded = self._nodes.names_of(request.excluded_nodes)
         first: EngineRefusedError | None = None
@@ -476,7 +491,10 @@ class QueuedBackend(LinkedBackend):
 
 
 def _close_links(jobs: Iterable[TrackedJob], *, for_good: bool = False) -> None:
-    """Close jobs' connections to nodes; return after a timeout even if some are open."""
+    """Close jobs' connections to nodes; return after a timeout even if some are open.
+
+    With ``for_good``, the nodes are not used again: the agents there delete their files.
+    """
     threads = [
         threading.Thread(target=link.close, kwargs={"for_good": for_good}, name="dstrial-close", daemon=True)
         for job in jobs

@@ -30,7 +30,7 @@ class WaitingRequest:
     logged: str = ""  # last message to the trial's or command's log
 
     def count_failure(self, key: str, why: str) -> None:
-        """Count a job that ended unused; set ``failure`` at the limit ``_MAX_FAILURES``."""
+        """Count a job that ended unused; set ``failure`` after ``_MAX_FAILURES`` in a row."""
         logger.warning("for %s: %s", key, why)
         self.num_failures += 1
         if self.num_failures >= _MAX_FAILURES:
@@ -83,15 +83,15 @@ class TrackedJob:
         self.run, self.was_used, self.allocated = run, True, self.allocated or run.allocated
 
     def cancel(self) -> bool:
-        """Mark the job as cancelled; return False if it was already.
+        """Mark the job as cancelled; return False if it was cancelled before.
 
-        The slot ids are free for other jobs at once, even while Slurm or Ray still ends the job.
+        The slot ids are immediately free for other jobs, even while Slurm or Ray still ends this job.
         """
         is_new, self.is_cancelled, self.allocated = not self.is_cancelled, True, ()
         return is_new
 
     def unusable_nodes(self) -> dict[int, str]:
-        """Return node id -> reason, of the job's nodes that cannot start programs."""
+        """Return node id -> reason, of the job's nodes whose agent cannot be reached."""
         return {
             node_id: reason
             for node_id, link in self.links.items()
@@ -99,7 +99,10 @@ class TrackedJob:
         }
 
     def slots_for(self, request: ResourceRequest) -> list[int] | None:
-        """Return slots of the job for a request, in rank order; None if it has too few."""
+        """Return the job's slot ids that a request would use, in rank order.
+
+        The count is ``num_slots`` of the request, or the first count in ``fewer`` that fits. None if the job is too small.
+        """
         available = {part: len(on_node.slots) for part, on_node in enumerate(self.allocated)}
         for count in (request.num_slots, *request.fewer):
             chosen = chosen_counts(count, available, is_on_one_node=request.is_on_one_node)
@@ -129,7 +132,7 @@ class TrackedJob:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """Jobs to cancel and requests to submit, after one poll of Slurm or Ray."""
+    """Jobs to cancel and requests to submit jobs for, decided after each poll."""
 
     cancelled: tuple[tuple[TrackedJob, str], ...] = ()  # jobs to cancel, with the reason
     submitted: tuple[str, ...] = ()  # keys of requests to submit a job for, in this order
@@ -144,8 +147,8 @@ def plan(
     Args:
         requests: waiting requests by :func:`key_text`.
         due: keys for which a job may be submitted now, the most urgent first.
-        jobs: all jobs; ended jobs, and jobs with an allocation, are left alone.
-        max_pending: limit of pending jobs.
+        jobs: all jobs; those that have ended or have an allocation are never cancelled.
+        max_pending: maximum number of pending jobs.
     """
     cancelled: list[tuple[TrackedJob, str]] = []
     served: set[str] = set()
@@ -184,7 +187,7 @@ def chosen_counts(
     """Return how many slots to use on each of a job's nodes; None if it has too few.
 
     ``available`` and the result map node index -> number of slots, in rank order. An allocation that fits on one node is not
-    divided.
+    divided; with ``is_on_one_node``, it is never divided.
     """
     for part, count in available.items():
         if count >= num_slots:
@@ -250,11 +253,11 @@ class NodeTable:
             self.ids = {**self.ids, **self._ids_of(new)}
 
     def names_of(self, excluded: frozenset[int]) -> frozenset[str]:
-        """Return names of nodes with ``excluded`` ids, and of nodes that do not answer."""
+        """Return the names of nodes to avoid: those in ``excluded``, and silent nodes."""
         return frozenset(name for name, id_ in self.ids.items() if id_ in excluded or id_ in self._silent)
 
     def update(self, jobs: Iterable[TrackedJob]) -> bool:
-        """Rebuild ``nodes`` from capacity and jobs; return whether any node changed."""
+        """Recompute ``nodes`` from capacity and jobs; return whether any node changed."""
         jobs = [job for job in jobs if job.end is None]
         links = [link for job in jobs for link in job.links.values()]
         ends = [link.node() for link in links]

@@ -88,7 +88,10 @@ class RayEngine:
         return slot_kind(nodes, os.environ) == GPU
 
     def unsatisfiable_reasons(self, request: JobRequest) -> Sequence[Refusal]:
-        """Return why a request fits on none of the last polled nodes; empty if it fits."""
+        """Return why the cluster's nodes are too few or too small for a request.
+
+        Empty if the request fits, or before the first poll of the nodes.
+        """
         found = bundles_for(request, self._nodes)
         return [found] if self._nodes and isinstance(found, Refusal) else ()
 
@@ -118,7 +121,7 @@ class RayEngine:
         return min(max(self._num_free // max(num_slots, 1), 1), MAX_PENDING)
 
     def jobs(self) -> Sequence[EngineJob]:
-        """Return the master's jobs; end jobs that have lost a node."""
+        """Return the master's jobs; cancel jobs that have lost a node."""
         seen = self._bridge.ask("poll")
         nodes = parse_nodes(seen)
         self._nodes = usable(nodes)
@@ -184,9 +187,9 @@ def usable(nodes: Sequence[RayNode]) -> list[RayNode]:
 
 
 def slot_kind(nodes: Sequence[RayNode], environ: Mapping[str, str]) -> str:
-    """Return ``GPU`` or ``CPU``.
+    """Return what a slot is: ``GPU`` or ``CPU``.
 
-    ``GPU`` if any node has GPUs and ``DS_ACCELERATOR`` is not cpu.
+    ``GPU`` if any node has GPUs and ``DS_ACCELERATOR`` in ``environ`` is not cpu.
     """
     has_gpus = any(node.num_slots(GPU) for node in nodes) and environ.get("DS_ACCELERATOR") != "cpu"
     return GPU if has_gpus else CPU
@@ -243,9 +246,10 @@ def bundles_for(request: JobRequest, nodes: Sequence[RayNode]) -> list[dict[str,
 
 
 def job_of(group: RayGroup, key: str, nodes: Sequence[RayNode]) -> EngineJob:
-    """Return the state of a placement group as a job with a request's ``key``.
+    """Convert the state of a placement group to a job for the request ``key``.
 
-    ``nodes`` are all nodes of Ray. A group with a dead node has ended, although Ray moves the node's bundle.
+    ``nodes`` are all nodes of Ray. The job counts as ended if a node of the group is dead, although Ray then moves the node's
+    bundle.
     """
     kind = GPU if any(GPU in bundle for bundle in group.bundles) else CPU
     counts = [int(bundle.get(kind, 0)) for bundle in group.bundles]

@@ -78,7 +78,7 @@ class SlurmEngine:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def nodes(self) -> Mapping[str, NodeCapacity]:
-        """Return the slots of each node; a slot is a GPU or ``--cpus-per-task`` cores."""
+        """Return the slots of each node: GPUs, or groups of ``--cpus-per-task`` cores."""
         output = self._query(SINFO)
         per_task = value_of(sbatch_args(self._settings, [], _MASTER), "--cpus-per-task", "-c") or "1"
         cpus_per_task = int(per_task) if per_task.isdecimal() else 1
@@ -92,7 +92,11 @@ class SlurmEngine:
         return f"job {job_id}"
 
     def _query(self, words: Sequence[str]) -> str:
-        """Run a command of Slurm and return its output; raise ConnectionError on failure."""
+        """Run a command of Slurm and return its output; send jobs a heartbeat if due.
+
+        Raises:
+            ConnectionError: the command fails.
+        """
         self._send_heartbeat()  # even if Slurm does not answer, as jobs end without heartbeats
         code, output, errors = client.run_slurm(list(words))
         if code:
@@ -100,7 +104,10 @@ class SlurmEngine:
         return output
 
     def unsatisfiable_reasons(self, request: JobRequest) -> Sequence[Refusal]:
-        """Return why ``sbatch --test-only`` rejects a job; empty if accepted. Thread-safe."""
+        """Return the faults of a job's options, or why ``sbatch --test-only`` rejects it.
+
+        Empty if the job is accepted. Thread-safe.
+        """
         try:
             text = self._script(request)
         except ConfigError as error:
@@ -170,7 +177,10 @@ class SlurmEngine:
         return EngineJob(job.job_id, key, "pending", f"{text}, where it begins")
 
     def _parts_of(self, job: Job) -> tuple[Part, ...]:
-        """Return the slots per node that the job's script has written to a file, else ()."""
+        """Return a job's slots by node, from the file that the job's script writes.
+
+        () if the script has not written it yet.
+        """
         if job.job_id not in self._parts:
             with contextlib.suppress(OSError, ValueError):
                 text = (self._directory / f"{job.job_id}{NODES_SUFFIX}").read_text(encoding="utf-8")
@@ -210,7 +220,7 @@ def state_of(job: Job) -> JobState:
 def text_of(job: Job, unwritten: Path | None = None) -> str:
     """Return a job's state for users, with the likely reason of a failure. Pure.
 
-    ``unwritten`` is the directory in which the job's script should have listed its nodes but has not; None otherwise.
+    ``unwritten`` is the directory to which the job's script should have written its nodes, if it has not; None otherwise.
     """
     state = state_of(job)
     if state == "leaving":
@@ -228,7 +238,7 @@ def parts_of(text: str) -> tuple[Part, ...]:
     """Parse the node names and task counts that a job's script wrote to a file. Pure.
 
     Raises:
-        ValueError: the text has another format.
+        ValueError: the text does not have this format.
     """
     nodes, _, tasks = text.strip().partition(" ")
     names, counts = expand_nodes(nodes), expand_counts(tasks)
@@ -238,7 +248,7 @@ def parts_of(text: str) -> tuple[Part, ...]:
 
 
 def refusal_of(request: JobRequest, message: str, fix: str) -> Refusal:
-    """Return sbatch's error message as an error in the experiment's config. Pure.
+    """Convert sbatch's error message to an error in the experiment's config. Pure.
 
     ``request`` is the rejected request. ``fix`` says what users can do.
     """
@@ -257,7 +267,8 @@ def refusal_of(request: JobRequest, message: str, fix: str) -> Refusal:
 def script_of(request: JobRequest, settings: Mapping[str, object], name: str, directory: Path) -> str:
     """Return the batch script of the job that serves a request. Pure.
 
-    ``settings`` is key ``slurm`` of the master's settings; ``directory`` is for the job's files.
+    ``settings`` is key ``slurm`` of the master's settings; ``name`` is the job's name in Slurm; the job writes its files to
+    ``directory``.
 
     Raises:
         ConfigError: options of the request or the settings are invalid.
