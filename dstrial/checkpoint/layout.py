@@ -1,7 +1,8 @@
 """Describe how an engine's state is split over ranks.
 
 A ``Layout`` locates every element of every parameter in any ZeRO stage, so that any number of ranks can read a checkpoint. A
-``Shard`` is a flattened parameter's part in one replica's partition of a flat buffer; without a buffer, the whole parameter.
+``Shard`` is the part of a flattened parameter that one replica holds in its partition of a flat buffer. Without a flat buffer,
+the shard is the whole parameter.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Layout(EngineArrangement):
         versions: versions of ``deepspeed``, ``torch``, ``dstrial`` and ``python``.
         buffers: flat buffers of all model-parallel ranks, sorted by ``model_part`` and ``index``.
         parameters: parameters of all model-parallel ranks, in the order of the module.
-        folder: the engine's folder, relative to the checkpoint; empty if it has the name of ``manifest.engine_folder``.
+        folder: the engine's folder, relative to the checkpoint; "" for the folder that ``manifest.engine_folder`` returns.
         frozen_checksums: name -> checksum of each frozen parameter that is left out of the checkpoint.
         adapter: ``config`` and ``keys`` of PEFT's adapter (``engine.peft_adapter.adapter_of``); {} without an adapter.
     """
@@ -149,8 +150,9 @@ class Layout(EngineArrangement):
 def keeps_whole_matrices(layout: Layout, key: str) -> bool:
     """Return whether ranks store optimizer state ``key`` as whole matrices.
 
-    ``key`` is a name such as ``exp_avg``. True for Muon's momentum in ZeRO 1 and 2 without offload (DeepSpeed 0.19.8,
-    ``runtime/zero/stage_1_and_2.py``, ``_muon_momentum_buffer``). All other states are partitioned like the weights.
+    ``key`` is a name such as ``exp_avg``. The result is True only for Muon's momentum in ZeRO 1 and 2 without offload. All
+    other states are partitioned like the weights. Source: DeepSpeed 0.19.8, ``runtime/zero/stage_1_and_2.py``,
+    ``_muon_momentum_buffer``.
     """
     return (layout.optimizer, layout.wrapper, layout.offload_optimizer, key) == (
         "MuonWithAuxAdam", "DeepSpeedZeroOptimizer", "none", "momentum_buffer",
@@ -220,9 +222,10 @@ class ShardMap:
         return [piece for piece in self.of(place) if piece.replica == replica]
 
     def _find_matrices(self, model_part: int, buffer_idx: int, replica: int) -> dict[str, Shard]:
-        """Return parameter name -> the whole parameter's shard in a momentum buffer.
+        """Return parameter name -> the whole parameter's position in a momentum buffer.
 
-        Muon's momentum buffer has, one after the other, all whole parameters with an element in the replica's partition.
+        Each position is a ``Shard`` with all elements. In a replica, Muon's momentum buffer concatenates all whole parameters
+        of which an element is in the replica's partition.
         """
         found: dict[str, Shard] = {}
         begin = 0
@@ -264,7 +267,8 @@ def positions_in_groups(places: Iterable[ParameterPlace]) -> dict[str, tuple[int
 def overlaps(pieces: Iterable[Shard], begin: int, numel: int) -> Iterator[tuple[Shard, int, int, int]]:
     """Yield the shards that overlap an interval of a flattened parameter.
 
-    Each item is (shard, offset in the shard, offset in the interval, number of common elements).
+    ``pieces`` are shards of the parameter. The interval has ``numel`` elements from element ``begin`` on. Each item is (shard,
+    offset in the shard, offset in the interval, number of common elements).
     """
     end = begin + numel
     for piece in pieces:

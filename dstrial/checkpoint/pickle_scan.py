@@ -96,7 +96,7 @@ class _Inert(pickle._Unpickler):
         return type("Stub", (_Stub,), {"name": full, "made": self.made})
 
     def load_build(self) -> None:
-        """Record a shared object (class or enumeration member) that the pickle changes."""
+        """Record a pickle's change to a shared object (a class or enumeration member)."""
         changed = self.stack[-2]  # type: ignore[attr-defined]
         if isinstance(changed, type) or getattr(changed, "name", "") in _SHARED_INSTANCES:
             self.named.add(f"a new state of {getattr(changed, 'name', changed)}")

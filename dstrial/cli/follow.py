@@ -46,8 +46,9 @@ class Verdict:
 class LogTail:
     """Passes new lines of the trials' logs to ``show(text, rank, stream)``.
 
-    The launcher's report on the first failed rank and the master's error line are withheld, because the summary repeats them. If
-    the master restarts the trial, the report is shown. ``after`` maps trial id -> id of the last line already shown.
+    The launcher's report on the first failed rank and the master's error line are withheld, because the summary repeats them.
+    If the master restarts the trial, the withheld report is shown. ``after`` maps a trial's id to the id of the last log line
+    already shown.
     """
 
     def __init__(
@@ -161,9 +162,9 @@ def outcome_of(run_directory: RunDirectory, followed: FollowResult) -> LaunchOut
 def judge_experiment(followed: FollowResult, judged: Verdict, *, has_own_master: bool = False) -> Verdict:
     """Return how an attempt at a run ended, considering the experiment's state.
 
-    ``judged`` is the verdict on the ranks or trials, from ``judge`` or ``judge_search``. It is overridden if
-    the experiment was deleted or cancelled or has failed, or if the master has ended. ``has_own_master``: whether the master
-    serves only this run.
+    ``judged`` is the verdict on the ranks or trials, from ``judge`` or ``judge_search``. It is returned unless one of these
+    events overrides it: the experiment was deleted or cancelled or has failed, the master has ended, or the user has detached.
+    ``has_own_master`` is true if the master serves only this run; the run then ends with the master.
     """
     view = followed.view
     if view is None:

@@ -121,7 +121,8 @@ def _merged_lines(
 ) -> dict[KeyPath, str]:
     """Return the ``file:line`` of each key of a DeepSpeed config with overwrites.
 
-    ``base_lines`` are those of the config, ``lines`` those of the experiment config; ``overwritten`` are paths of overwrites.
+    ``base_lines`` has the lines of the DeepSpeed config without overwrites, ``lines`` those of the experiment config.
+    ``overwritten`` lists the paths whose values are overwritten. ``label`` is used for overwrites without a line.
     """
     overwrite_lines = _below(lines, ("hyperparameters", OVERWRITE_KEY))
     merged_lines = dict(base_lines)
