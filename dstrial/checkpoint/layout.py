@@ -51,13 +51,14 @@ class ParameterPlace:
         tied_to: name of the parameter that owns the shared storage; None if this parameter owns its storage. A layer tied
             across pipeline stages has the same name on all stages; on later stages ``tied_to`` is this name.
         stage: pipeline stage; 0 without a pipeline.
-        model_part: model-parallel rank that has the parameter, as in DeepSpeed's file names (``mp_rank_XX``); each pipeline
-            stage counts as one.
+        model_part: model-parallel rank that has the parameter, as in DeepSpeed's file names (``mp_rank_XX``). In a pipeline,
+            each stage counts as one such rank.
         is_cut: whether ZeRO 3 partitions the parameter itself over the replicas.
         buffer_idx: ``FlatBuffer.index`` of the parameter's buffer; None without a buffer (no ZeRO).
-        offset: number of elements before the parameter. ZeRO 1 and 2: in the whole buffer, whose partition p has elements
-            ``[p * partition_numel, (p + 1) * partition_numel)``. ZeRO 3: in each rank's partition of the buffer. Without a
-            buffer: in the parameter group; used only to order the group's parameters.
+        offset: index of the parameter's first element. In ZeRO 1 and 2 this is an index in the whole buffer, of which
+            partition p has elements ``[p * partition_numel, (p + 1) * partition_numel)`` (``FlatBuffer.partition_numel``).
+            In ZeRO 3 it is an index in each rank's partition of the buffer. Without a buffer it only orders the parameters
+            of the group. None if the optimizer does not own the parameter.
         partition_numel: elements of the parameter in one rank's partition, with padding (ZeRO 3); the partition of rank p
             begins at element ``p * partition_numel`` of the flattened parameter. None if the parameter is not partitioned.
         tensor_dim: dimension along which AutoTP splits the parameter over ranks; ``shape`` is then the shape of this

@@ -27,7 +27,7 @@ class PickleContents:
 
     Attributes:
         names: every class and function that the pickle names, as ``module.name``, sorted.
-        makes_objects: whether the pickle calls any of ``names``; false for files that are pickles only by chance.
+        makes_objects: whether the pickle calls any of ``names``. False for other data that only by chance parses as a pickle.
         has_odd_dtype: whether the pickle makes a NumPy dtype that is not a plain number, or sets a dtype's state in an unusual
             way. Arrays of such a dtype can treat data as addresses, which allows code execution.
     """

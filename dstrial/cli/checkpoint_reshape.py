@@ -105,7 +105,10 @@ def main(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _workspace(output: Path) -> Iterator[Path]:
-    """Yield a temporary directory beside ``output``, on the same file system."""
+    """Yield a temporary directory beside ``output``, deleted after the ``with`` block.
+
+    It is on the same file system as ``output``, so that results can be renamed to ``output``.
+    """
     try:
         made = tempfile.TemporaryDirectory(prefix=f".{output.name}.", suffix=".reshaping", dir=output.parent)
     except OSError as error:

@@ -191,7 +191,8 @@ def resume_point(resume: str, *, runs_dir: Path, name: str, context_dir: Path) -
     """Return the checkpoint and the run that the value of ``--resume`` names.
 
     The value is ``latest``, a run directory, or a checkpoint directory. ``latest`` is the newest run in ``runs_dir`` with this
-    experiment ``name`` and ``context_dir`` that has a complete checkpoint.
+    experiment ``name`` and ``context_dir`` that has a complete checkpoint. A checkpoint that belongs to a search or to no run
+    has no run to continue.
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.

@@ -193,8 +193,10 @@ def judge_experiment(followed: FollowResult, judged: Verdict, *, has_own_master:
 def judge(outcome: LaunchOutcome, status: Mapping[str, object]) -> Verdict:
     """Return how a run's attempt ended, from the ranks' outcome and ``status.json``.
 
-    The attempt has completed if all ranks exited with 0, or if the trial itself requested a stop before a stop signal. (The
-    launcher reports an exit with 0 before the end of training as a failure.)
+    A second Ctrl-C means STOPPED. A failed rank, or an ``early_exit`` in the status, means FAILED. A stop signal means STOPPED,
+    unless training had completed before. Otherwise the attempt has completed, also if the trial itself requested the stop. Any
+    other status that begins with ``stopped`` means STOPPED. The launcher reports an exit with 0 before the end of training as a
+    failure.
     """
     text = str(status.get("status", ""))
     if outcome.ended_at_once:
@@ -218,9 +220,10 @@ def judge(outcome: LaunchOutcome, status: Mapping[str, object]) -> Verdict:
 
 
 def judge_search(followed: FollowResult) -> Verdict:
-    """Return how a search ended, from the experiment's state and the stop signal.
+    """Return how a search ended: COMPLETED if the experiment completed, else STOPPED.
 
-    Failures of trials are not considered; ``judge_experiment`` adds them.
+    The reason is the stop signal or the experiment's state. Failures of trials are not considered; ``judge_experiment`` adds
+    them.
     """
     state = "deleted" if followed.view is None else followed.view.state.lower()
     if state == "completed":

@@ -509,7 +509,7 @@ class _Attempt:
     def _end(self, followed: FollowResult, job: slurm_job.BatchJob | None) -> tuple[Verdict, list[str], str]:
         """Record the attempt's end; return (verdict, lines for stdout, text for stderr).
 
-        The text is the report of the first failed rank; "" if no rank failed.
+        The text is on killed ranks and the first failed rank; "" if there are none.
         """
         request, run_directory, master = self._request, self._run_directory, self._master
         outcome = outcome_of(run_directory, followed)

@@ -71,7 +71,7 @@ def require_slurm_flags(args: argparse.Namespace) -> None:
     """Raise ``ConfigError`` for flags that are invalid with or without ``--slurm``.
 
     ``--hostfile``, ``--include`` and ``--exclude`` are invalid with ``--slurm``. ``--sbatch-arg``, ``--print-sbatch`` and
-    ``--detach`` are invalid without ``--slurm``.
+    ``--detach`` are invalid without ``--slurm``. Without ``--slurm``, flags that need ``--hostfile`` are also checked.
     """
     if args.slurm:
         nodes_fix = "Use --sbatch-arg=--nodelist=NODES or --sbatch-arg=--exclude=NODES."

@@ -213,7 +213,7 @@ def fingerprint(config: Mapping[str, Any], files: list[v1File]) -> str:
 
 
 def submitted_config(request: RunRequest) -> dict[str, Any]:
-    """Return the experiment config with the run's entrypoint, slots and restarts."""
+    """Return the experiment config with the request's entrypoint, slots and restarts."""
     config = copy.deepcopy(request.experiment.raw)
     config["entrypoint"] = _entrypoint_words(request.entrypoint)
     config["resources"] = {**(config.get("resources") or {}), "slots_per_trial": request.num_slots}
@@ -231,9 +231,10 @@ def _entrypoint_words(entrypoint: Entrypoint) -> list[str]:
 def config_of_run(
     config: Mapping[str, Any], request: RunRequest, run_directory: RunDirectory
 ) -> dict[str, Any]:
-    """Return ``config`` with the run's environment variables and checkpoint directory.
+    """Return ``config`` with the run's environment variables and checkpoint storage.
 
-    A single trial also stores metrics and logs in the run directory; trials of a search only report to the master.
+    The storage is the run directory, unless ``config`` has an external storage and the run is not a test. A single trial also
+    stores metrics and logs in the run directory; trials of a search only report to the master.
     """
     variables = {
         **request.experiment.environment_variables,

@@ -159,7 +159,10 @@ def _unknown_key(
 def _check_value(
     rule: Rule, value: Any, section: Section, dialect: Dialect, findings: Diagnostics, path: KeyPath
 ) -> tuple[bool, Any]:
-    """Return (whether the value is legal, the value with its defaults filled in)."""
+    """Return (whether the value is legal, the value with its defaults filled in).
+
+    The problems of an illegal value are recorded in ``findings``. A string that was converted to another type causes a warning.
+    """
     if (
         value == AUTO
         and dialect.auto != "value"

@@ -92,7 +92,7 @@ def _is_number(text: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Secret:
-    """One secret value in a config."""
+    """One leaf of a config that is secret or is tested for being secret."""
 
     path: KeyPath
     identity: KeyPath  # `path`, in which a variable's list index is replaced by its name

@@ -23,7 +23,7 @@ _TRIAL_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _TRAINER_MODULES = ("transformers", "trl")
 _TRAINER_ENDINGS = ("Trainer", "TrainingArguments", "HfArgumentParser")
 _MAX_SOURCE_BYTES = 2**17  # ast.parse holds the GIL and blocks the process
-_MAX_MODULES = 50  # imported by a script, whose source is read
+_MAX_MODULES = 50  # modules that a script imports and whose source is read
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
