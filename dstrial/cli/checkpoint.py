@@ -81,9 +81,7 @@ class CheckpointSource:
     """The checkpoint that a CHECKPOINT argument names, with its run and registration."""
 
     path: Path  # absolute
-    run_directory: RunDirectory | None = (
-        None  # None outside of a run; a checkpoint there needs no completion mark
-    )
+    run_directory: RunDirectory | None = None  # None outside of a run, where no completion mark is needed
     record: Mapping[str, Any] | None = None  # the master's ``v1Checkpoint``; None if no master was queried
 
 

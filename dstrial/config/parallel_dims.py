@@ -72,9 +72,9 @@ class ParallelDims:
 
     @property
     def has_mpu(self) -> bool:
-        """Whether DeepSpeed uses an ``mpu`` (model-parallel unit).
+        """Whether the model is split by a pipeline or by tensor parallelism.
 
-        The pipeline or the trial provides the ``mpu``.
+        DeepSpeed then uses the ``mpu`` (model-parallel unit) of the pipeline or the trial, or the groups that AutoTP creates.
         """
         return self.has_pipeline_engine or self.tp > 1
 

@@ -1,7 +1,7 @@
 """Check the config of a command, TensorBoard or generic task.
 
 Fields that only affect containers are checked and returned, but have no effect, as in experiment configs. Source: Determined
-0.38.1, command configs: fields and defaults. Their shell has an entrypoint that is one string.
+0.38.1, command configs: fields and defaults. A shell's entrypoint there is one string.
 """
 
 from __future__ import annotations
