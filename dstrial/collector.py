@@ -24,9 +24,10 @@ def paused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def paused_for_good() -> Iterator[None]:
-    """Like ``paused``, but then exempt all existing objects for good (``gc.freeze``).
+    """Disable garbage collection in the block; then exempt all existing objects.
 
-    Use this only for imports before user code runs, so that user objects are still collected.
+    The exemption (``gc.freeze``) is permanent. Use this only for imports before user code runs, so that user objects are still
+    collected.
     """
     with paused():
         try:

@@ -37,7 +37,8 @@ def key_path() -> pathlib.Path:
 def signed(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return JSON values with a signature by this account's secret.
 
-    A missing secret is created. If the secret cannot be stored, the values are returned without a signature.
+    If the account has no secret, a new one is stored. If the secret cannot be stored, the values are returned without a
+    signature.
     """
     key = _key(is_made=True)
     rest = {name: value for name, value in values.items() if name != SIGNATURE_KEY}

@@ -20,15 +20,20 @@ _UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 def is_uuid(name: str) -> bool:
-    """Return whether a name is a lower-case UUID with hyphens, as checkpoints have."""
+    """Return whether a name has the form of a checkpoint's name.
+
+    That form is a UUID in lower case, with hyphens.
+    """
     return _UUID.fullmatch(name) is not None
 
 
 def write_marker(path: str | os.PathLike[str], info: Mapping[str, Any] | None = None) -> None:
     """Flush checkpoint ``path`` to disk, then write the completion mark with ``info``.
 
-    After a crash the mark is either missing or valid. Ranks: one, after all ranks have written their files and a rank of each
-    other machine has called ``fsync_tree``.
+    After a crash the mark is either missing or valid. Before the call, one rank on each other machine must flush that machine's
+    files with ``fsync_tree``.
+
+    Ranks: one, after all ranks have written their files.
     """
     root = pathlib.Path(path)
     fsync_tree(root)
@@ -72,14 +77,20 @@ def is_complete(path: str | os.PathLike[str]) -> bool:
 
 
 def remove_marker(path: str | os.PathLike[str]) -> None:
-    """Remove the completion mark, before the other files of a checkpoint are deleted."""
+    """Remove the completion mark; no-op if the checkpoint has none.
+
+    Call this before deleting the checkpoint's other files.
+    """
     root = pathlib.Path(path)
     (root / MARKER_NAME).unlink(missing_ok=True)
     sync_path(root)
 
 
 def incomplete(root: str | os.PathLike[str]) -> list[pathlib.Path]:
-    """Return the subdirectories of ``root`` without a completion mark, sorted."""
+    """Return the subdirectories of ``root`` without a completion mark, sorted.
+
+    The list is empty if ``root`` is not a directory.
+    """
     parent = pathlib.Path(root)
     if not parent.is_dir():
         return []

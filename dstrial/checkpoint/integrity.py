@@ -85,9 +85,10 @@ def read_verified(root: str | os.PathLike[str], distributed: Any) -> Manifest:
 
     Raises:
         CheckpointNotFoundError: there is no manifest.
-        CheckpointDamagedError: the manifest is unreadable, or files on any machine differ; the message names all these files.
+        CheckpointDamagedError: the manifest is unreadable, or files on any machine differ from it. The message names every such
+            file.
 
-    Ranks: all, collectively; the files are divided among a machine's ranks.
+    Ranks: all, collectively; the ranks of each machine divide the files among themselves.
     """
     mine: list[Fault] | CheckpointError
     try:
@@ -128,8 +129,9 @@ def check_integrity(
 ) -> IntegrityReport:
     """Compare every file of a checkpoint with the manifest; report all differences.
 
-    Reports damaged, missing and unexpected files, and, with ``needs_mark``, a missing completion mark. ``on_bytes`` is called
-    from several threads with the number of bytes read since its last call.
+    The report lists damaged, missing and unexpected files. With ``needs_mark``, a missing completion mark is also reported. If
+    ``manifest`` is None, it is read from ``root``. ``on_bytes`` is called from several threads with the number of bytes read
+    since its last call.
     """
     path = pathlib.Path(root)
     manifest = read_manifest(path) if manifest is None else manifest

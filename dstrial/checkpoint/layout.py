@@ -1,7 +1,8 @@
 """Describe how an engine's state is split over ranks.
 
 A ``Layout`` locates every element of every parameter in any ZeRO stage, so that any number of ranks can read a checkpoint. A
-``Shard`` is a flattened parameter's part in one replica's partition of a flat buffer; without a buffer, the whole parameter.
+``Shard`` is the part of a flattened parameter that one replica holds in its partition of a flat buffer. Without a flat buffer,
+the shard is the whole parameter.
 """
 
 from __future__ import annotations
@@ -50,13 +51,14 @@ class ParameterPlace:
         tied_to: name of the parameter that owns the shared storage; None if this parameter owns its storage. A layer tied
             across pipeline stages has the same name on all stages; on later stages ``tied_to`` is this name.
         stage: pipeline stage; 0 without a pipeline.
-        model_part: model-parallel rank that has the parameter, as in DeepSpeed's file names (``mp_rank_XX``); each pipeline
-            stage counts as one.
+        model_part: model-parallel rank that has the parameter, as in DeepSpeed's file names (``mp_rank_XX``). In a pipeline,
+            each stage counts as one such rank.
         is_cut: whether ZeRO 3 partitions the parameter itself over the replicas.
         buffer_idx: ``FlatBuffer.index`` of the parameter's buffer; None without a buffer (no ZeRO).
-        offset: number of elements before the parameter. ZeRO 1 and 2: in the whole buffer, whose partition p has elements
-            ``[p * partition_numel, (p + 1) * partition_numel)``. ZeRO 3: in each rank's partition of the buffer. Without a
-            buffer: in the parameter group; used only to order the group's parameters.
+        offset: index of the parameter's first element. In ZeRO 1 and 2 this is an index in the whole buffer, of which
+            partition p has elements ``[p * partition_numel, (p + 1) * partition_numel)`` (``FlatBuffer.partition_numel``).
+            In ZeRO 3 it is an index in each rank's partition of the buffer. Without a buffer it only orders the parameters
+            of the group. None if the optimizer does not own the parameter.
         partition_numel: elements of the parameter in one rank's partition, with padding (ZeRO 3); the partition of rank p
             begins at element ``p * partition_numel`` of the flattened parameter. None if the parameter is not partitioned.
         tensor_dim: dimension along which AutoTP splits the parameter over ranks; ``shape`` is then the shape of this
@@ -87,7 +89,7 @@ class Layout(EngineArrangement):
         versions: versions of ``deepspeed``, ``torch``, ``dstrial`` and ``python``.
         buffers: flat buffers of all model-parallel ranks, sorted by ``model_part`` and ``index``.
         parameters: parameters of all model-parallel ranks, in the order of the module.
-        folder: the engine's folder, relative to the checkpoint; empty if it has the name of ``manifest.engine_folder``.
+        folder: the engine's folder, relative to the checkpoint; "" for the folder that ``manifest.engine_folder`` returns.
         frozen_checksums: name -> checksum of each frozen parameter that is left out of the checkpoint.
         adapter: ``config`` and ``keys`` of PEFT's adapter (``engine.peft_adapter.adapter_of``); {} without an adapter.
     """
@@ -149,8 +151,9 @@ class Layout(EngineArrangement):
 def keeps_whole_matrices(layout: Layout, key: str) -> bool:
     """Return whether ranks store optimizer state ``key`` as whole matrices.
 
-    ``key`` is a name such as ``exp_avg``. True for Muon's momentum in ZeRO 1 and 2 without offload (DeepSpeed 0.19.8,
-    ``runtime/zero/stage_1_and_2.py``, ``_muon_momentum_buffer``). All other states are partitioned like the weights.
+    ``key`` is a name such as ``exp_avg``. The result is True only for Muon's momentum in ZeRO 1 and 2 without offload. All
+    other states are partitioned like the weights. Source: DeepSpeed 0.19.8, ``runtime/zero/stage_1_and_2.py``,
+    ``_muon_momentum_buffer``.
     """
     return (layout.optimizer, layout.wrapper, layout.offload_optimizer, key) == (
         "MuonWithAuxAdam", "DeepSpeedZeroOptimizer", "none", "momentum_buffer",
@@ -220,9 +223,10 @@ class ShardMap:
         return [piece for piece in self.of(place) if piece.replica == replica]
 
     def _find_matrices(self, model_part: int, buffer_idx: int, replica: int) -> dict[str, Shard]:
-        """Return parameter name -> the whole parameter's shard in a momentum buffer.
+        """Return parameter name -> the whole parameter's position in a momentum buffer.
 
-        Muon's momentum buffer has, one after the other, all whole parameters with an element in the replica's partition.
+        Each position is a ``Shard`` with all elements. In a replica, Muon's momentum buffer concatenates all whole parameters
+        of which an element is in the replica's partition.
         """
         found: dict[str, Shard] = {}
         begin = 0
@@ -264,7 +268,8 @@ def positions_in_groups(places: Iterable[ParameterPlace]) -> dict[str, tuple[int
 def overlaps(pieces: Iterable[Shard], begin: int, numel: int) -> Iterator[tuple[Shard, int, int, int]]:
     """Yield the shards that overlap an interval of a flattened parameter.
 
-    Each item is (shard, offset in the shard, offset in the interval, number of common elements).
+    ``pieces`` are shards of the parameter. The interval has ``numel`` elements from element ``begin`` on. Each item is (shard,
+    offset in the shard, offset in the interval, number of common elements).
     """
     end = begin + numel
     for piece in pieces:

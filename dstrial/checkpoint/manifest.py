@@ -150,7 +150,7 @@ def layouts_of(manifest: Manifest, root: str | os.PathLike[str]) -> tuple[Layout
     """Return each engine's layout from a manifest.
 
     Raises:
-        CheckpointError: the layouts are of another release; the message names ``root``.
+        CheckpointError: another release wrote the layouts in a form that this release cannot read. The message names ``root``.
         CheckpointDamagedError: a layout names a folder outside of the checkpoint.
     """
     try:

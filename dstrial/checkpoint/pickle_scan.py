@@ -27,7 +27,7 @@ class PickleContents:
 
     Attributes:
         names: every class and function that the pickle names, as ``module.name``, sorted.
-        makes_objects: whether the pickle calls any of ``names``; false for files that are pickles only by chance.
+        makes_objects: whether the pickle calls any of ``names``. False for other data that only by chance parses as a pickle.
         has_odd_dtype: whether the pickle makes a NumPy dtype that is not a plain number, or sets a dtype's state in an unusual
             way. Arrays of such a dtype can treat data as addresses, which allows code execution.
     """
@@ -96,7 +96,7 @@ class _Inert(pickle._Unpickler):
         return type("Stub", (_Stub,), {"name": full, "made": self.made})
 
     def load_build(self) -> None:
-        """Record a shared object (class or enumeration member) that the pickle changes."""
+        """Record a pickle's change to a shared object (a class or enumeration member)."""
         changed = self.stack[-2]  # type: ignore[attr-defined]
         if isinstance(changed, type) or getattr(changed, "name", "") in _SHARED_INSTANCES:
             self.named.add(f"a new state of {getattr(changed, 'name', changed)}")

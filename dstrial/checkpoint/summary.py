@@ -14,7 +14,7 @@ from dstrial.checkpoint.layout import Layout, ParameterPlace
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterCounts:
-    """Parameter counts of one engine; a tied parameter counts once.
+    """Parameter counts of one engine; tied parameters count as one parameter.
 
     Attributes:
         num_frozen: parameters that require no gradient.
@@ -31,9 +31,9 @@ class ParameterCounts:
 
 
 def own_places(layout: Layout) -> Iterator[ParameterPlace]:
-    """Yield once each parameter that owns its storage.
+    """Yield each parameter that owns its storage, without duplicates.
 
-    Of a parameter that AutoTP has split over ranks, each slice is yielded.
+    If AutoTP has split a parameter over ranks, every slice is yielded.
     """
     seen = set()
     for place in layout.parameters:
@@ -75,7 +75,10 @@ def layout_fields(layout: Layout) -> dict[str, Any]:
 
 
 def configuration_of(root: str | pathlib.Path) -> dict[str, Any]:
-    """Return experiment config and hyperparameters of a checkpoint; {} if unreadable."""
+    """Return the content of a checkpoint's ``load_data.json``; {} if unreadable.
+
+    Keys include ``experiment_config`` and ``hparams``.
+    """
     try:
         values = json.loads((pathlib.Path(root) / "load_data.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

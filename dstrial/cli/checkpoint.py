@@ -78,10 +78,10 @@ def main(args: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointSource:
-    """What a CHECKPOINT argument names: the directory, its run, the master's record."""
+    """The checkpoint that a CHECKPOINT argument names, with its run and registration."""
 
     path: Path  # absolute
-    run_directory: RunDirectory | None = None  # only checkpoints in run directories need a completion marker
+    run_directory: RunDirectory | None = None  # None outside of a run, where no completion mark is needed
     record: Mapping[str, Any] | None = None  # the master's ``v1Checkpoint``; None if no master was queried
 
 
@@ -117,7 +117,10 @@ def add_action(
     epilog: str,
     checkpoints: Sequence[str] = ("checkpoint",),
 ) -> argparse.ArgumentParser:
-    """Add the parser of an action such as ``verify``; return it."""
+    """Add and return the parser of an action such as ``verify``.
+
+    ``checkpoints`` are the names of the parser's positional arguments, each of which takes a CHECKPOINT.
+    """
     parser = actions.add_parser(
         name,
         help=help,
@@ -134,7 +137,7 @@ def add_action(
 def add_shared_options(parser: argparse.ArgumentParser, *, json: bool = False, trust: bool = True) -> None:
     """Add ``--runs-dir`` and ``--state-dir``, in which UUIDs are looked up.
 
-    ``json`` adds ``--json``, ``trust`` adds ``--trust-code``.
+    If ``json`` is true, ``--json`` is also added; if ``trust`` is true, ``--trust-code``.
     """
     if json:
         parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object")
@@ -156,11 +159,12 @@ def add_shared_options(parser: argparse.ArgumentParser, *, json: bool = False, t
 def find_checkpoint(
     asked: str, *, runs_dir: str | None = None, state_dir: str | None = None
 ) -> CheckpointSource:
-    """Find the checkpoint that a directory, a UUID or ``best`` names.
+    """Return the checkpoint that ``asked`` names: a directory, a UUID or ``best``.
 
-    A run directory means its newest checkpoint, ``best`` means the best one of the newest run in ``runs_dir``. A UUID is
-    looked up in ``runs_dir``, then at the master of ``state_dir``. A checkpoint in object storage is downloaded; the copy is
-    deleted at exit. Files are not verified.
+    The directory of a run stands for the run's newest checkpoint. ``best`` stands for the best checkpoint of the newest run in
+    ``runs_dir``. A UUID is looked up in ``runs_dir``, then at the master of ``state_dir``. If ``runs_dir`` or ``state_dir`` is
+    None, the environment variable or default applies. A checkpoint in object storage is downloaded; the copy is deleted at
+    exit. Files are not verified.
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
@@ -198,9 +202,10 @@ def _best_of_newest_run(runs_dir: Path) -> str:
 
 
 def _with_files(source: CheckpointSource, state: StateDirectory) -> CheckpointSource:
-    """Return a source whose directory has the checkpoint's files; download if needed.
+    """Return ``source`` with the directory that has the checkpoint's files.
 
-    The directory in a run may only have a record that names the storage with the files.
+    A checkpoint's directory in a run may contain only a record that names the storage with the files. Files in object storage
+    are downloaded to a new directory.
     """
     settings = recorded_storage(source.path)
     if settings is None:

@@ -169,7 +169,12 @@ def _engine_idx(opened: OpenCheckpoint, asked: int | None) -> int:
 
 
 def _check_files(opened: OpenCheckpoint, engine_idx: int, *, verifies: bool) -> None:
-    """Raise unless an engine's weights exist and, if ``verifies``, match the manifest."""
+    """Raise unless an engine's weights exist and, if ``verifies``, match the manifest.
+
+    Raises:
+        CheckpointLayoutError: the checkpoint has no DeepSpeed files with weights of the engine.
+        CheckpointDamagedError: files are missing or differ from the manifest.
+    """
     layout, files = opened.layouts[engine_idx], opened.manifest.files
     folder = layout.folder or engine_folder(files, engine_idx)
     names = [name for name in files if name.startswith(f"{folder}/")]

@@ -105,7 +105,10 @@ def main(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _workspace(output: Path) -> Iterator[Path]:
-    """Yield a temporary directory beside ``output``, on the same file system."""
+    """Yield a temporary directory beside ``output``, deleted after the ``with`` block.
+
+    It is on the same file system as ``output``, so that results can be renamed to ``output``.
+    """
     try:
         made = tempfile.TemporaryDirectory(prefix=f".{output.name}.", suffix=".reshaping", dir=output.parent)
     except OSError as error:
@@ -189,7 +192,11 @@ def _config_for(
     zero_stage: int | None,
     steps_completed: int,
 ) -> dict[str, Any]:
-    """Return an experiment config for ranks that restore and save the checkpoint."""
+    """Return an experiment config with which ranks restore and save the checkpoint.
+
+    ``config`` and ``hparams`` are the original ones. ``zero_stage`` None means the stage in ``hparams``. A search becomes a
+    single trial.
+    """
     hyperparameters = copy.deepcopy(dict(hparams))
     if zero_stage is not None:
         asked = {"zero_optimization": {"stage": zero_stage}}
@@ -288,8 +295,8 @@ def _variables(checkpoint: Path, experiment: ExperimentConfig) -> dict[str, str]
 def _require_layout(written: Path, before: tuple[Layout, ...], num_slots: int, zero_stage: int | None) -> int:
     """Check the layout of the written checkpoint, and return its ZeRO stage.
 
-    ``before`` has the original checkpoint's layout of each engine. ``zero_stage`` None means the original stage. Raises
-    CheckpointLayoutError if the model definition ignored the new layout.
+    ``before`` has the original checkpoint's layout of each engine. ``zero_stage`` is the stage that was requested; None means
+    the original stage. Raises CheckpointLayoutError if the model definition ignored ``num_slots`` or the stage.
     """
     layouts = layouts_of(read_manifest(written), written)
     for engine_idx, (was, is_) in enumerate(zip(before, layouts, strict=True)):

@@ -87,8 +87,9 @@ def main(args: argparse.Namespace) -> int:
 def _registration(source: CheckpointSource, state: StateDirectory) -> dict[str, Any]:
     """Compare a manifest with the SHA-256 that the running master registered.
 
-    Keys of the result: ``state`` (registered, changed or unknown), ``by`` (address of the master or None), ``registered`` and
-    ``found`` (the two SHA-256), and ``is_signed`` (whether this account has signed the manifest).
+    The result has these keys. ``state``: ``registered`` if both agree, ``changed`` if they differ, ``unknown`` if nothing is
+    registered. ``by``: the master's address, or None. ``registered`` and ``found``: the SHA-256 at the master (or None) and of
+    the file. ``is_signed``: whether this account has signed the manifest.
     """
     from dstrial.master.login import session
 
@@ -125,7 +126,10 @@ def _registration_text(one: dict[str, Any]) -> str:
 
 
 def _uuid_of(path: Path) -> str:
-    """Return a checkpoint's UUID, quoted for a URL."""
+    """Return a checkpoint's UUID, percent-encoded for a URL.
+
+    If the completion mark has no UUID, the directory's name is returned.
+    """
     try:
         name = read_marker(path).get("uuid")
     except CheckpointError:

@@ -84,7 +84,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _deepspeed_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the DeepSpeed config that an Accelerate config names as a file, or None."""
+    """Return the content of the DeepSpeed file that an Accelerate config names.
+
+    The result is None if the config names no file. ConfigError is raised if the file does not exist or has no JSON object.
+    """
     section = config.get("deepspeed_config")
     named = section.get("deepspeed_config_file") if isinstance(section, Mapping) else None
     if named in (None, "", "none") or not is_deepspeed(config):

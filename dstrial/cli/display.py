@@ -52,7 +52,7 @@ class Display:
         self._write(visible(prefix + text), self._err if is_error else self._out)
 
     def view(self, view: RunView) -> None:
-        """Show the new reports of the run."""
+        """Show the training and validation reports that are new in ``view``."""
         for report in view.new_reports:
             if report.group in ("training", "validation"):
                 self.line(report_line(report, view.batches_total, self._metric))
@@ -220,7 +220,7 @@ def telemetry_rows(run_directory: RunDirectory) -> list[tuple[str, str]]:
 
 
 def skipped_rows(run_directory: RunDirectory) -> list[tuple[str, str]]:
-    """Return a row on optimizer steps that were skipped; [] if none."""
+    """Return a (name, value) row on skipped optimizer steps, in a list; [] if none."""
     status: Mapping[str, object] = {}
     with contextlib.suppress(DstrialError):
         status = read_json(run_directory.status_path) or {}

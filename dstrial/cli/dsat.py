@@ -23,7 +23,10 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def with_defaults(words: Sequence[str]) -> list[str]:
-    """Return the words after ``dstrial dsat``; insert method ``predict`` if absent."""
+    """Return the words after ``dstrial dsat``; insert ``predict`` if none is a method.
+
+    Words for help or ``plan``, and an empty list, are returned unchanged.
+    """
     return with_method(words)
 
 

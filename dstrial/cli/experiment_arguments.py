@@ -64,8 +64,8 @@ def parse_entrypoint(entrypoint: str | Sequence[str] | None, where: str) -> Entr
     """Parse an entrypoint; strip launchers that ``dstrial run`` replaces.
 
     ``model_def:MyTrial`` and ``python3 -m dstrial.launch --trial model_def:MyTrial`` are trials. Before a script, ``python3 -m
-    dstrial.launch`` and Determined's launch layers are stripped. Other commands are kept; commands with shell syntax run in a
-    shell. ``where`` names the config in a ConfigError.
+    dstrial.launch`` and Determined's launch layers are stripped. Other commands are returned unchanged, but run in a shell if
+    they have shell syntax. ConfigError is raised for an empty or invalid entrypoint; its message names the config by ``where``.
     """
     if not entrypoint:
         raise _error(
@@ -124,7 +124,7 @@ def _error(where: str, got: str, fix: str) -> ConfigError:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The checkpoint to resume from, and the run to continue (None: start a new run)."""
+    """The checkpoint from which to resume, and the run that continues."""
 
     run_directory: RunDirectory | None  # None starts a new run from the checkpoint
     checkpoint: Path
@@ -132,7 +132,7 @@ class ResumePoint:
 
     @property
     def steps_completed(self) -> int | None:
-        """Batches trained at the checkpoint; None if a new run starts from the checkpoint."""
+        """Batches trained at the checkpoint; None if a new run starts or if unknown."""
         if self.run_directory is None:
             return None
         stored = list_checkpoints(self.run_directory.checkpoints_path)
@@ -148,8 +148,8 @@ class ResumePoint:
 def resume_point_of(args: argparse.Namespace) -> ResumePoint | None:
     """Return the checkpoint that the options name for a resume; None for a new run.
 
-    The options are ``--resume``, ``--run-dir`` and ``--runs-dir``. If the run of ``--run-dir`` has checkpoints, the newest
-    one is used.
+    If the run in ``--run-dir`` has checkpoints, the result is its newest one, and ``--resume`` is ignored. Otherwise the result
+    is what ``--resume`` names in ``--runs-dir``; with ``--run-dir``, that checkpoint then starts a new run.
     """
     own = run_directory_of(args)
     if own is not None and own.record_path.is_file():
@@ -191,7 +191,8 @@ def resume_point(resume: str, *, runs_dir: Path, name: str, context_dir: Path) -
     """Return the checkpoint and the run that the value of ``--resume`` names.
 
     The value is ``latest``, a run directory, or a checkpoint directory. ``latest`` is the newest run in ``runs_dir`` with this
-    experiment ``name`` and ``context_dir`` that has a complete checkpoint.
+    experiment ``name`` and ``context_dir`` that has a complete checkpoint. A checkpoint that belongs to a search or to no run
+    has no run to continue.
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.

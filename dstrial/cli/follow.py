@@ -46,8 +46,9 @@ class Verdict:
 class LogTail:
     """Passes new lines of the trials' logs to ``show(text, rank, stream)``.
 
-    The launcher's report on the first failed rank and the master's error line are withheld, because the summary repeats them. If
-    the master restarts the trial, the report is shown. ``after`` maps trial id -> id of the last line already shown.
+    The launcher's report on the first failed rank and the master's error line are withheld, because the summary repeats them.
+    If the master restarts the trial, the withheld report is shown. ``after`` maps a trial's id to the id of the last log line
+    already shown.
     """
 
     def __init__(
@@ -161,9 +162,9 @@ def outcome_of(run_directory: RunDirectory, followed: FollowResult) -> LaunchOut
 def judge_experiment(followed: FollowResult, judged: Verdict, *, has_own_master: bool = False) -> Verdict:
     """Return how an attempt at a run ended, considering the experiment's state.
 
-    ``judged`` is the verdict on the ranks or trials, from ``judge`` or ``judge_search``. It is overridden if
-    the experiment was deleted or cancelled or has failed, or if the master has ended. ``has_own_master``: whether the master
-    serves only this run.
+    ``judged`` is the verdict on the ranks or trials, from ``judge`` or ``judge_search``. It is returned unless one of these
+    events overrides it: the experiment was deleted or cancelled or has failed, the master has ended, or the user has detached.
+    ``has_own_master`` is true if the master serves only this run; the run then ends with the master.
     """
     view = followed.view
     if view is None:
@@ -192,8 +193,10 @@ def judge_experiment(followed: FollowResult, judged: Verdict, *, has_own_master:
 def judge(outcome: LaunchOutcome, status: Mapping[str, object]) -> Verdict:
     """Return how a run's attempt ended, from the ranks' outcome and ``status.json``.
 
-    The attempt has completed if all ranks exited with 0, or if the trial itself requested a stop before a stop signal. (The
-    launcher reports an exit with 0 before the end of training as a failure.)
+    A second Ctrl-C means STOPPED. A failed rank, or an ``early_exit`` in the status, means FAILED. A stop signal means STOPPED,
+    unless training had completed before. Otherwise the attempt has completed, also if the trial itself requested the stop. Any
+    other status that begins with ``stopped`` means STOPPED. The launcher reports an exit with 0 before the end of training as a
+    failure.
     """
     text = str(status.get("status", ""))
     if outcome.ended_at_once:
@@ -217,9 +220,10 @@ def judge(outcome: LaunchOutcome, status: Mapping[str, object]) -> Verdict:
 
 
 def judge_search(followed: FollowResult) -> Verdict:
-    """Return how a search ended, from the experiment's state and the stop signal.
+    """Return how a search ended: COMPLETED if the experiment completed, else STOPPED.
 
-    Failures of trials are not considered; ``judge_experiment`` adds them.
+    The reason is the stop signal or the experiment's state. Failures of trials are not considered; ``judge_experiment`` adds
+    them.
     """
     state = "deleted" if followed.view is None else followed.view.state.lower()
     if state == "completed":

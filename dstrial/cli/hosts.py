@@ -46,7 +46,10 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Check the hosts; print their properties or, if there are problems, all problems."""
+    """Check the hosts and print their properties; return 0 if they can train together.
+
+    If there are problems, HostError lists all of them. With ``--json``, the problems are printed instead, and 1 is returned.
+    """
     hosts = hosts_of(args)
     try:
         checked = check_hosts(

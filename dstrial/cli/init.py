@@ -43,7 +43,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Copy a template of a project; do not overwrite files."""
+    """Copy a project template into a directory and return 0; never overwrite a file."""
     target = Path(args.directory)
     files = sorted(path for path in (_TEMPLATES / args.template).iterdir() if path.is_file())
     try:

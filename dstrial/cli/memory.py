@@ -54,7 +54,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the predicted memory; return 1 if nothing could be predicted."""
+    """Print the predicted memory; return 0 if any prediction succeeded, else 1."""
     from dstrial.dsat.predictor.model_memory import answer, table, table_unit
 
     began_s = time.monotonic()
@@ -122,7 +122,10 @@ class _Planned:
 
 
 def _planned_runs(args: argparse.Namespace, num_slots: int) -> list[_Planned]:
-    """Return the predictions to make for a number of devices, one per pipeline stage."""
+    """Return the predictions for ``num_slots`` devices, one per pipeline stage.
+
+    If the config is invalid for this number of devices, the only item has the problem.
+    """
     from dstrial.dsat.predictor.model_memory import Placement
 
     try:
@@ -137,7 +140,11 @@ def _planned_runs(args: argparse.Namespace, num_slots: int) -> list[_Planned]:
 
 
 def _run_planned(planned: Sequence[_Planned], deadline_s: float, capacity_bytes: float) -> list[Placement]:
-    """Run each pipeline stage's dry run once; return the results of all predictions."""
+    """Make each dry run that ``planned`` needs; return a result for each prediction.
+
+    Predictions for one pipeline stage share a dry run. ``deadline_s`` limits all dry runs together. ``capacity_bytes`` is one
+    device's memory.
+    """
     from dstrial.engine.dryrun.process import dry_runs
 
     requests: dict[int | None, DryRunRequest] = {}
@@ -218,7 +225,10 @@ def _require_dry_runnable(experiment: ExperimentConfig) -> None:
 
 
 def _python_words(words: Sequence[str]) -> list[str]:
-    """Return a command's words from the script or ``-m`` on; [] unless it is Python."""
+    """Return the script or ``-m`` module of a command, and all words after it.
+
+    The interpreter is stripped. [] is returned if the command starts neither a Python script nor a module.
+    """
     is_interpreter = bool(words) and Path(words[0]).name.startswith("python")
     rest = list(words[1:] if is_interpreter else words)
     is_script = bool(rest) and (rest[0].endswith(".py") or (is_interpreter and rest[0] == "-m"))

@@ -168,10 +168,11 @@ def main(args: argparse.Namespace) -> int:
 def _hosts_and_slots(
     args: argparse.Namespace, allocation: Allocation | None
 ) -> tuple[tuple[Host, ...], int | None]:
-    """Return the hosts to train on, and the number of slots.
+    """Return (hosts to train on, number of slots).
 
-    Without a hostfile or Slurm allocation, there are no hosts. The number is then 1 with ``--debug``, else ``--slots``, else None
-    for the config's number. With hosts, it is ``--slots``, else the config's ``slots_per_trial``, else the number of all slots.
+    With a hostfile or Slurm allocation, the number is ``--slots``, else the config's ``slots_per_trial``, else all slots of the
+    hosts. ConfigError is raised if the hosts have fewer. Otherwise there are no hosts; the number is 1 with ``--debug``, else
+    ``--slots``. None then stands for the config's number.
     """
     if args.hostfile is None and allocation is None:
         return (), 1 if args.debug else args.slots
@@ -210,7 +211,10 @@ def _check_hosts(
 
 
 def _read_request(args: argparse.Namespace, slots: int | None) -> RunRequest:
-    """Read the command line and config; raise for errors before creating any file."""
+    """Validate the command line and config, print warnings, and return the request.
+
+    Raises DstrialError if they are invalid. No files are created.
+    """
     point = resume_point_of(args)
     load = functools.partial(
         load_experiment,
@@ -248,7 +252,11 @@ def _read_request(args: argparse.Namespace, slots: int | None) -> RunRequest:
 
 
 def _overrides(args: argparse.Namespace, point: ResumePoint | None) -> list[str]:
-    """Return the config values (``key=value``) of ``--config`` and ``--trust-code``."""
+    """Return the config overrides ``key=value`` of ``--config`` and ``--trust-code``.
+
+    The override of ``--trust-code`` has the SHA-256 of the manifest at ``point``. ConfigError is raised if there is no
+    manifest.
+    """
     if not args.trust_code:
         return list(args.config)
     manifest = None if point is None else point.checkpoint / MANIFEST_NAME
@@ -287,7 +295,7 @@ def _require_trainable(
 
 
 def _show_warnings(args: argparse.Namespace, experiment: ExperimentConfig, point: ResumePoint | None) -> None:
-    """Print warnings, and settings that a resumed run takes from the checkpoint."""
+    """Print warnings, and the settings that come from the checkpoint at ``point``."""
     warnings = list(experiment.warnings)
     if not args.slurm and (hint := slurm_job.unused_nodes_hint()) is not None:
         warnings.insert(0, hint)
@@ -388,7 +396,10 @@ def _train(request: RunRequest, run_directory: RunDirectory, allocation: Allocat
 def _master_of(
     request: RunRequest, run_directory: RunDirectory, out: LossTolerantStream, *, is_in_job: bool
 ) -> Iterator[Master]:
-    """Yield the user's master, started if needed; in a Slurm job, a new master."""
+    """Yield the master for a run: the user's master, which is started if none runs.
+
+    If ``is_in_job`` (in a Slurm job), yield a new master that serves only this run.
+    """
     args = request.args
     if is_in_job:
         options = daemon.MasterOptions(num_slots=request.num_slots, python=args.python, is_under_slurm=True)
@@ -496,9 +507,9 @@ class _Attempt:
         return f"{what}; ranks that have not ended after {limit_s} s (preemption_timeout) are killed (Ctrl-C again {again})"
 
     def _end(self, followed: FollowResult, job: slurm_job.BatchJob | None) -> tuple[Verdict, list[str], str]:
-        """Record the attempt's end; return the verdict and what is printed.
+        """Record the attempt's end; return (verdict, lines for stdout, text for stderr).
 
-        Printed are lines for standard output, and the report of the first failed rank for standard error ("" without one).
+        The text is on killed ranks and the first failed rank; "" if there are none.
         """
         request, run_directory, master = self._request, self._run_directory, self._master
         outcome = outcome_of(run_directory, followed)
@@ -547,7 +558,10 @@ class _Attempt:
         return lines
 
     def _continuation(self, followed: FollowResult, verdict: Verdict) -> list[str]:
-        """Return a line on how to continue the master's experiment; [] if it has ended."""
+        """Return a line on how to continue the experiment at the master.
+
+        [] is returned if the experiment cannot continue there.
+        """
         view, master = followed.view, self._master
         if view is None or master.is_own or verdict.state is RunState.COMPLETED:
             return []
@@ -560,7 +574,11 @@ class _Attempt:
         return display.row_lines([("resume with" if self._request.is_search else "or with", command)])
 
     def _resume_value(self, verdict: Verdict) -> str:
-        """Return the ``--resume`` value for this run: ``latest`` if possible, else a path."""
+        """Return the value of ``--resume`` that selects this run.
+
+        This is ``latest`` if ``latest`` selects this run and the run has not completed. Otherwise it is the path of the run
+        directory.
+        """
         experiment = self._request.experiment
         runs = find_runs(
             default_runs_dir(self._request.args.runs_dir), experiment.name, experiment.context_dir

@@ -68,7 +68,11 @@ def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def require_slurm_flags(args: argparse.Namespace) -> None:
-    """Raise ``ConfigError`` for flags that ``--slurm`` excludes, or that require it."""
+    """Raise ``ConfigError`` for flags that are invalid with or without ``--slurm``.
+
+    ``--hostfile``, ``--include`` and ``--exclude`` are invalid with ``--slurm``. ``--sbatch-arg``, ``--print-sbatch`` and
+    ``--detach`` are invalid without ``--slurm``. Without ``--slurm``, flags that need ``--hostfile`` are also checked.
+    """
     if args.slurm:
         nodes_fix = "Use --sbatch-arg=--nodelist=NODES or --sbatch-arg=--exclude=NODES."
         rules = [
@@ -117,9 +121,10 @@ class BatchJob:
         write_json_atomically(run_directory.slurm_job_path, {"job_id": self._job_id})
 
     def watch(self, signals: list[signal.Signals]) -> None:
-        """Start a thread that appends SIGTERM to ``signals`` once Slurm ends the job.
+        """Start a thread that appends SIGTERM to ``signals`` when Slurm ends the job.
 
-        Slurm signals the steps of a preempted job, but not its batch script. The thread ends with the first signal.
+        The thread is needed because Slurm signals the steps of a preempted job, but not its batch script. The thread ends as
+        soon as ``signals`` has an item.
         """
 
         def poll() -> None:
@@ -136,8 +141,8 @@ class BatchJob:
     ) -> Verdict:
         """Decide whether to requeue the job; if so, return ``verdict`` with the reason.
 
-        Otherwise, ``verdict`` is returned unchanged, or as FAILED if the job's time is over and the run has saved no checkpoint.
-        ``stopped_by`` is the name of the signal that stopped the run.
+        If not, ``verdict`` is returned unchanged, with one exception. If the job's time limit stopped the run and the job has
+        saved no new checkpoint, the verdict is FAILED. ``stopped_by`` is the name of the signal that stopped the run.
         """
         if verdict.state is RunState.COMPLETED:
             return verdict
@@ -161,7 +166,10 @@ class BatchJob:
         return bool(self._requeue_reason)
 
     def requeue(self, out: LossTolerantStream) -> None:
-        """Requeue the job if ``decide_requeue`` said so; Slurm then ends this process."""
+        """Requeue the job; no-op unless ``decide_requeue`` decided to requeue.
+
+        Slurm ends this process after it has accepted the request.
+        """
         if not self._requeue_reason:
             return
         out.write(f"job {self._job_id} is queued again, because {self._requeue_reason}\n")
@@ -183,8 +191,8 @@ def run_as_job(
 ) -> int:
     """Submit a run as a batch job and follow it; return the exit status.
 
-    ``inner`` are the arguments of the job's ``dstrial run``, without ``--run-dir``. ``own`` is the run directory; None for a new
-    run.
+    ``inner`` are the arguments of the job's ``dstrial run``, without ``--run-dir``. ``own`` is the directory of the run; None
+    chooses a new directory. With ``--print-sbatch`` the script is only printed; with ``--detach`` the job is not followed.
     """
     out = LossTolerantStream(sys.stdout)
     path = own or new_run_path(default_runs_dir(args.runs_dir), experiment.name)

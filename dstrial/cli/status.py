@@ -76,9 +76,10 @@ def main(args: argparse.Namespace) -> int:
 def _read_database(
     state: StateDirectory, record: MasterRecord | None
 ) -> tuple[observe.Usage, list[dict[str, Any]], list[dict[str, Any]], str]:
-    """Return usage, starting trials, stalled trials, and the database's problem or "".
+    """Return (usage, starting trials, stalled trials, error message or "").
 
-    If a master runs, a problem of the database is returned, else raised.
+    If the database cannot be read and a master runs (``record`` is set), the message says why. Without a master, MasterError is
+    raised instead.
     """
     try:
         usage = observe.usage(state)

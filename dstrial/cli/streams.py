@@ -67,7 +67,10 @@ def to_null_device(stream: TextIO) -> None:
 
 
 def count_argument(text: str, *, may_be_zero: bool = True) -> int:
-    """Parse an integer from 0 or 1 on, as the ``type`` of an ``argparse`` argument."""
+    """Parse an integer of at least 0, or of at least 1 if ``may_be_zero`` is false.
+
+    For use as the ``type`` of an ``argparse`` argument.
+    """
     least = 0 if may_be_zero else 1
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is no count; expected an integer of at least {least}")
@@ -75,7 +78,10 @@ def count_argument(text: str, *, may_be_zero: bool = True) -> int:
 
 
 def seconds_argument(text: str, *, may_be_zero: bool = False) -> float:
-    """Parse a number of seconds, as the ``type`` of an ``argparse`` argument."""
+    """Parse a finite number of seconds above 0; if ``may_be_zero``, also 0.
+
+    For use as the ``type`` of an ``argparse`` argument.
+    """
     try:
         value = float(text)
     except ValueError:
@@ -195,7 +201,10 @@ def det_reaches(address: str) -> bool:
 
 
 def det_for(address: str) -> str:
-    """Return the ``det`` command for a master, with ``-m ADDRESS`` if required."""
+    """Return the ``det`` command that reaches the master at ``address``.
+
+    ``-m ADDRESS`` is added unless ``DET_MASTER`` or the default of ``det`` is this address.
+    """
     return command_of("det") if det_reaches(address) else f"{command_of('det')} -m {address}"
 
 

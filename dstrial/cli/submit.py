@@ -118,10 +118,10 @@ class Submission:
 
 
 def find_or_start_master(num_slots: int, on_hosts: daemon.MasterOptions | None = None) -> tuple[Master, bool]:
-    """Return this user's running master, and whether this call has started it.
+    """Return (this user's running master, whether this call has started it).
 
-    A new master whose slots are CPUs, or devices that ranks may share, gets at least ``num_slots`` slots. ``on_hosts`` are
-    options of a new master whose trials run on hosts.
+    A new master has the options ``on_hosts``; None means a master without hosts. Its slots are then at least ``num_slots`` if
+    they are CPUs, or devices that ranks may share.
     """
     from dstrial.master.login import log_in, session
 
@@ -146,7 +146,10 @@ def _local_options(num_slots: int) -> daemon.MasterOptions:
 
 
 def require_hosts(hosts: Sequence[Host]) -> None:
-    """Raise ``MasterError`` if a master runs with other hosts than ``hosts``."""
+    """Raise ``MasterError`` if a running master has hosts other than ``hosts``.
+
+    Hosts differ if their names or numbers of slots differ. No-op if no master runs.
+    """
     from dstrial.master.backends.status import shown_hosts
 
     state = StateDirectory.choose()
@@ -167,7 +170,10 @@ def _hosts_text(slots: Mapping[str, int]) -> str:
 
 
 def await_hosts(state: StateDirectory) -> None:
-    """Wait at most 12 s until a new master has reported the state of its hosts."""
+    """Wait until a new master has reported the state of its hosts.
+
+    Returns without an error after 12 s.
+    """
     from dstrial.master.backends.status import shown_hosts
 
     give_up_at_s = time.monotonic() + _HOSTS_TIMEOUT_S
@@ -177,9 +183,9 @@ def await_hosts(state: StateDirectory) -> None:
 
 @contextlib.contextmanager
 def own_master(run_directory: RunDirectory, options: daemon.MasterOptions) -> Iterator[Master]:
-    """Start a master that serves one run, with its state in the run directory.
+    """Start and yield a master that serves one run; stop it after the ``with`` block.
 
-    The block gets the master, which ends with the block, or with this process.
+    The master's state is in the run directory. The master also ends if this process ends.
     """
     from dstrial.master.login import session
 
@@ -199,7 +205,7 @@ def own_master(run_directory: RunDirectory, options: daemon.MasterOptions) -> It
 
 
 def fingerprint(config: Mapping[str, Any], files: list[v1File]) -> str:
-    """Return a hash of a config and files, to detect changes before a resume."""
+    """Return a SHA-256 of a config and files; a resume compares it to detect changes."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for file in sorted(files, key=lambda file: str(file.path)):
         digest.update(f"\0{file.path}\0{file.type}\0{file.mode}\0{file.content}".encode())
@@ -207,7 +213,7 @@ def fingerprint(config: Mapping[str, Any], files: list[v1File]) -> str:
 
 
 def submitted_config(request: RunRequest) -> dict[str, Any]:
-    """Return the experiment config with the run's entrypoint, slots and restarts."""
+    """Return the experiment config with the request's entrypoint, slots and restarts."""
     config = copy.deepcopy(request.experiment.raw)
     config["entrypoint"] = _entrypoint_words(request.entrypoint)
     config["resources"] = {**(config.get("resources") or {}), "slots_per_trial": request.num_slots}
@@ -225,9 +231,10 @@ def _entrypoint_words(entrypoint: Entrypoint) -> list[str]:
 def config_of_run(
     config: Mapping[str, Any], request: RunRequest, run_directory: RunDirectory
 ) -> dict[str, Any]:
-    """Return ``config`` with the run's environment variables and checkpoint directory.
+    """Return ``config`` with the run's environment variables and checkpoint storage.
 
-    A single trial also stores metrics and logs in the run directory; trials of a search only report to the master.
+    The storage is the run directory, unless ``config`` has an external storage and the run is not a test. A single trial also
+    stores metrics and logs in the run directory; trials of a search only report to the master.
     """
     variables = {
         **request.experiment.environment_variables,
@@ -260,7 +267,8 @@ def config_of_run(
 def submit(request: RunRequest, master: Master, run_directory: RunDirectory) -> tuple[int, dict[int, int]]:
     """Create the run's experiment, or continue its paused or active experiment.
 
-    Returns the experiment's id, and trial id -> id of the last log line for each trial of an earlier attempt.
+    Returns (experiment id, last log lines). The second item maps trial id -> id of the trial's last log line before this call;
+    it is empty for a new experiment.
     """
     files = request.context.v1_files()
     config = submitted_config(request)

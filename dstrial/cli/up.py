@@ -83,7 +83,10 @@ def port_argument(text: str) -> int:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Start a master, or report that one is running."""
+    """Start a master, or report that a master is already running.
+
+    Returns 0; with ``--foreground``, only after the new master has ended.
+    """
     state = StateDirectory.choose(args.state_dir)
     options = daemon.MasterOptions(
         port=args.port,
@@ -118,9 +121,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _check_hosts(args: argparse.Namespace, state: StateDirectory, options: daemon.MasterOptions) -> bool:
-    """Check and print the hosts or nodes of a new master; return False if it has none.
+    """Check and print the hosts or nodes on which a new master runs trials.
 
-    Problems of the hosts are only warnings if trials of an earlier master are still running there.
+    Returns False if the master has no hosts, Slurm or Ray, so that trials run on this machine only. Problems of hosts raise an
+    error; they are only printed as warnings while trials of an earlier master run.
     """
     if not (options.hostfile or options.config_file or options.is_under_slurm or options.backend):
         require_hostfile(args)
@@ -202,7 +206,7 @@ def _import_login() -> None:
 
 
 def _ignored_options(args: argparse.Namespace, record: MasterRecord) -> list[str]:
-    """Return the options of ``dstrial up`` that have no effect on a running master."""
+    """Return the given options of ``dstrial up`` that a running master ignores."""
     given = {
         f"--port {args.port}": args.port not in (None, 0, record.port),
         f"--slots {args.slots}": args.slots not in (None, len(record.slots)),

@@ -89,7 +89,7 @@ _BY_TRAINER = frozenset({"optimizer.params.eps", BETAS_KEY})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AutoValues:
-    """Knows how the Trainer or Accelerate of a script replaces ``"auto"``."""
+    """How a script's library (the Trainer or Accelerate) replaces ``"auto"``."""
 
     name: str  # the library, for messages
     is_trainer: bool  # True for the Trainer, False for Accelerate alone

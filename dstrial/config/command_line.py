@@ -42,7 +42,10 @@ class CommandLine:
         return None if flag is None else flag.value
 
     def truth(self, name: str) -> bool | None:
-        """Return a boolean flag's value; None if the flag is absent or not a boolean."""
+        """Return a boolean flag's value; None if the flag is absent or not a boolean.
+
+        A flag without a value is true.
+        """
         flag = self.find(name)
         if flag is None:
             return None
@@ -51,7 +54,10 @@ class CommandLine:
         return False if flag.value.lower() in _FALSE else None
 
     def with_value(self, name: str, value: str) -> CommandLine:
-        """Return a copy with the flag set to ``value`` where it last occurs, or added."""
+        """Return a copy in which the flag's last occurrence has ``value``.
+
+        If the flag is absent, it is added at the end.
+        """
         flag = self.find(name)
         words = [*self.words]
         if flag is None:

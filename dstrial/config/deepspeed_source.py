@@ -47,9 +47,10 @@ def read_deepspeed(
     label: str,
     findings: Diagnostics,
 ) -> DeepSpeedSource | None:
-    """Return one DeepSpeed config of an experiment, with its overwrites merged.
+    """Return one DeepSpeed config of an experiment.
 
-    Returns None if the hyperparameter ``key`` is missing, or if a problem was recorded.
+    ``overwrite_deepspeed_args`` is merged into the main engine's config only. Returns None if the hyperparameter ``key`` is
+    missing, or if its value cannot be read; the latter is recorded as a problem.
 
     Args:
         key: hyperparameter with the config, or with the path of its file.
@@ -121,7 +122,8 @@ def _merged_lines(
 ) -> dict[KeyPath, str]:
     """Return the ``file:line`` of each key of a DeepSpeed config with overwrites.
 
-    ``base_lines`` are those of the config, ``lines`` those of the experiment config; ``overwritten`` are paths of overwrites.
+    ``base_lines`` has the lines of the DeepSpeed config without overwrites, ``lines`` those of the experiment config.
+    ``overwritten`` lists the paths whose values are overwritten. ``label`` is used for overwrites without a line.
     """
     overwrite_lines = _below(lines, ("hyperparameters", OVERWRITE_KEY))
     merged_lines = dict(base_lines)
@@ -133,9 +135,9 @@ def _merged_lines(
 
 
 def deepspeed_configs(hyperparameters: Mapping[str, Any], context_dir: Path) -> list[dict[str, Any]]:
-    """Return a trial's DeepSpeed configs with overwrites, ``deepspeed_config`` first.
+    """Return a trial's DeepSpeed configs, with overwrites in the first one.
 
-    Configs that cannot be read are left out.
+    The first config is ``deepspeed_config``. Configs that cannot be read are left out.
     """
     ignored = Diagnostics({}, "")
     found = [

@@ -116,14 +116,20 @@ def _float(text: str) -> float:
 
 
 def _number(value: float) -> float:
-    """Return ``value``; raise an error if JSON or a database cannot represent it."""
+    """Return ``value``; raise ``_InvalidError`` unless it is finite and fits 64 bits.
+
+    JSON or a database cannot represent other numbers.
+    """
     if not (-(2**63) <= value < 2**64 if isinstance(value, int) else math.isfinite(value)):
         raise _InvalidError("too large a number", "a finite number of 64 bits", "Put it into quotes.")
     return value
 
 
 def _string(text: str) -> str:
-    """Return ``text``; reject characters illegal in UTF-8 or environment variables."""
+    """Return ``text``; raise ``_InvalidError`` for NUL characters and lone surrogates.
+
+    Environment variables cannot contain the former, UTF-8 cannot encode the latter.
+    """
     if "\0" in text or (not text.isascii() and any("\ud800" <= one <= "\udfff" for one in text)):
         got = "a text with a NUL character or half a surrogate pair"
         raise _InvalidError(got, "Unicode characters other than NUL", "Remove the character.")
@@ -178,7 +184,7 @@ def parse_yaml_value(text: str, label: str = "the value") -> Any:
     """Parse a value as in a config: ``4`` is an int, ``1e-5`` a float, ``[1]`` a list.
 
     Raises:
-        ConfigError: the text is not YAML, has a duplicate key, or exceeds the limits. The message calls it ``label``.
+        ConfigError: the text is not YAML, has a duplicate key, or exceeds the limits. ``label`` names the text in the message.
     """
     return read_yaml_text(text, label).value
 
@@ -275,7 +281,10 @@ class _YamlReader:
         return value
 
     def _begin(self, node: yaml.Node) -> None:
-        """Check a list or mapping node, and push it onto ``_open``, the enclosing nodes."""
+        """Check a list or mapping node, then push it onto ``_open``.
+
+        ``_open`` is the stack of nodes that enclose the current node.
+        """
         self._count(node)
         tag = "seq" if isinstance(node, yaml.SequenceNode) else "map"
         if node.tag != f"{_TAG}{tag}":
@@ -287,9 +296,9 @@ class _YamlReader:
         self._open.append(node)
 
     def _pairs(self, node: yaml.Node, path: KeyPath) -> dict[str, tuple[Any, yaml.Node, yaml.Node]]:
-        """Return the entries of a mapping, with ``<<`` merged, by the text of their keys.
+        """Return a mapping's entries: text of the key -> (key, key's node, value's node).
 
-        An entry is (key, node of the key, node of the value).
+        Entries that ``<<`` merges are included; the mapping's direct entries take precedence.
         """
         own: dict[str, tuple[Any, yaml.Node, yaml.Node]] = {}
         merged: dict[str, tuple[Any, yaml.Node, yaml.Node]] = {}

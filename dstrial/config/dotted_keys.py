@@ -52,7 +52,7 @@ def dstrial_section(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
 def count_in(section: Any, key: str) -> int | None:
     """Return the value at ``key`` if it is an integer of at least 1; otherwise None.
 
-    None also if ``section`` is not a mapping.
+    The result is also None if ``section`` is not a mapping.
     """
     value = section.get(key) if isinstance(section, Mapping) else None
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 1 else None

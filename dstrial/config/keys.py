@@ -92,13 +92,13 @@ class Dialect:
 def check_keys(
     section: Section, value: Mapping[str, Any], dialect: Dialect, findings: Diagnostics, path: KeyPath = ()
 ) -> dict[str, Any]:
-    """Return a copy of a mapping with defaults; record problems at any depth.
+    """Check a mapping by a section's rules; return it with defaults filled in.
 
-    ``path`` is the mapping's key path in the document.
+    Problems at any depth are recorded in ``findings``. ``path`` is the mapping's key path in the document.
 
     Returns:
-        A new mapping with every key of the table that is not deprecated: the given value if legal, otherwise the
-        default. Deprecated and unknown keys are kept if given. Without ``section.fills_in``, an unchanged copy.
+        A new mapping with every key of the table that is not deprecated: the value in ``value`` if legal, otherwise the
+        default. Deprecated and unknown keys of ``value`` are included. Without ``section.fills_in``, a plain copy of ``value``.
     """
     spelled = {other: key for key, rule in section.keys.items() for other in (key, *rule.also)}
     effective: dict[str, Any] = {}
@@ -159,7 +159,10 @@ def _unknown_key(
 def _check_value(
     rule: Rule, value: Any, section: Section, dialect: Dialect, findings: Diagnostics, path: KeyPath
 ) -> tuple[bool, Any]:
-    """Return (whether the value is legal, the value with its defaults filled in)."""
+    """Return (whether the value is legal, the value with its defaults filled in).
+
+    The problems of an illegal value are recorded in ``findings``. A string that was converted to another type causes a warning.
+    """
     if (
         value == AUTO
         and dialect.auto != "value"
@@ -249,7 +252,10 @@ def _has_type(value: object, types: tuple[str, ...]) -> bool:
 
 
 def _converted(value: object, types: tuple[str, ...]) -> Any:
-    """Convert a quoted value, or 0 or 1, to one of ``types``; None if not possible."""
+    """Convert a string such as ``"3"`` or ``"true"`` to a type in ``types``.
+
+    0 and 1 are converted if ``types`` has ``boolean``. None is returned if the value cannot be converted.
+    """
     if isinstance(value, str):
         if "boolean" in types and value.lower() in ("true", "false"):
             return value.lower() == "true"

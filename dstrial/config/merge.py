@@ -86,11 +86,11 @@ _STORAGE_COMMON = ("save_experiment_best", "save_trial_best", "save_trial_latest
 def merge_template(template: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config in which a template's values replace missing or null ones.
 
-    Mappings are merged at every depth, with these exceptions. Labels are united. Proxy ports of the template are
-    added unless the config uses the same port. Environment variables of the template come before
-    the config's. Log policies are merged by name. A hyperparameter is merged only if it is a group in both configs. If the types
-    of searcher or storage differ, only fields common to all types are merged. Periods are not merged, because units may differ.
-    Both arguments are unchecked partial configs; neither is modified.
+    Mappings are merged at every depth, with these exceptions. Labels of both are combined. Proxy ports of the template are
+    added unless the config uses the same port. Environment variables of the template come before the config's. Log policies are
+    merged by name. A hyperparameter is merged only if it is a group in both configs. If the types of searcher or storage
+    differ, only fields common to all types are merged. Periods are not merged, because their units may differ. Both arguments
+    are partial configs that need not be valid; neither is modified.
     """
     return _mapping(template, config, ())
 
@@ -128,9 +128,10 @@ def _replaced(_base: Any, over: Any) -> Any:
 
 
 def _merge_typed(kind: str, common: Sequence[str]) -> Callable[[Any, Any], Any]:
-    """Return a function that merges two sections with different fields for each type.
+    """Return a function that merges two sections whose fields depend on the type.
 
-    The key ``kind`` has the type, for example ``name`` for a searcher. If the types differ, only fields in ``common`` are merged.
+    ``kind`` is the key with the type, such as ``name`` for a searcher. If the types differ, only fields in ``common`` are
+    merged.
     """
 
     def merge(base: Any, over: Any) -> Any:
@@ -183,7 +184,8 @@ def _image(base: Any, over: Any) -> Any:
 def merge_policies(base: Any, over: Any) -> Any:
     """Return log policies merged by name; those of ``base`` come first.
 
-    A policy of ``over`` with only a name, or with a null pattern, disables the policy of that name in ``base``.
+    A policy of ``over`` with only a name, or with a null pattern, disables the policy of that name in ``base``. If ``base`` or
+    ``over`` is not a list, a copy of ``over`` is returned.
     """
     if not isinstance(base, list) or not isinstance(over, list):
         return copy.deepcopy(over)

@@ -28,7 +28,7 @@ class ParallelDims:
     """Parallel dimensions of a job, for which ``world_size = dp x pp x tp x sp``.
 
     Raises:
-        ValueError: a size is below 1, or the equation has no whole ``dp``.
+        ValueError: a size is below 1, or ``world_size`` is not a multiple of ``pp x tp x sp``.
     """
 
     world_size: int
@@ -72,14 +72,17 @@ class ParallelDims:
 
     @property
     def has_mpu(self) -> bool:
-        """Whether DeepSpeed uses an ``mpu`` (model-parallel unit) of pipeline or trial."""
+        """Whether the model is split by a pipeline or by tensor parallelism.
+
+        DeepSpeed then uses the ``mpu`` (model-parallel unit) of the pipeline or the trial, or the groups that AutoTP creates.
+        """
         return self.has_pipeline_engine or self.tp > 1
 
     def on(self, world_size: int) -> ParallelDims:
-        """Return dimensions with the same replicas, on another number of ranks.
+        """Return the dimensions of ``world_size`` ranks with replicas of unchanged size.
 
         Raises:
-            ValueError: ``world_size`` is no multiple of the ranks of a replica.
+            ValueError: ``world_size`` is not a multiple of the ranks of a replica.
         """
         return dataclasses.replace(self, world_size=world_size)
 
@@ -90,7 +93,8 @@ class ParallelDims:
     def with_section(self, section: Any) -> ParallelDims:
         """Return the dimensions of a job with one replica, sized by ``data.dstrial``.
 
-        ``section`` is ``data.dstrial``. Sizes that are missing or invalid there are taken from this object.
+        ``section`` is the content of ``data.dstrial``. For sizes that are missing or invalid there, this object's sizes are
+        used.
         """
         sizes = {field: count_in(section, key) or getattr(self, field) for key, field in DIM_KEYS.items()}
         return ParallelDims.of_replica(**sizes, is_pipeline=self.is_pipeline)
@@ -107,7 +111,8 @@ class ParallelDims:
 def config_sizes(config: Mapping[str, Any] | None) -> dict[str, int]:
     """Return the AutoTP and sequence-parallel sizes that a DeepSpeed config sets.
 
-    The result maps keys of ``DIM_KEYS`` to sizes; sizes that are not given are missing.
+    The result maps keys of ``DIM_KEYS`` to sizes. Sizes that the config does not set, or sets to an invalid value, are left
+    out.
     """
     given = {key: value_at(config or {}, path) for path, key in CONFIG_KEYS.items()}
     return {key: value for key, value in given.items() if type(value) is int and value > 0}
@@ -118,8 +123,8 @@ def autotp_clash(
 ) -> tuple[str, str, str] | None:
     """Return a problem as (got, expected, fix) if two tensor-parallel sizes differ.
 
-    ``model_parallel_size`` is from ``data.dstrial``; ``config``, the DeepSpeed config, has AutoTP's size. None if the sizes agree
-    or if one is not given.
+    The sizes are ``model_parallel_size`` of ``data.dstrial``, and AutoTP's size in ``config``, the DeepSpeed config. The result
+    is None if they agree, if ``model_parallel_size`` is None, or if AutoTP is unused.
     """
     size = config_sizes(config).get("model_parallel_size", 1)
     if size == 1 or model_parallel_size in (None, size):
@@ -163,8 +168,8 @@ def replicas_of(
     Args:
         data_config: the experiment config's ``data`` section.
         world_size: number of all ranks.
-        asked: ranks per replica that user code gives; None if it gives none.
-        otherwise: default ranks per replica (such as a resumed checkpoint's) if neither the section nor user code gives a number.
+        asked: ranks per replica that user code sets, without sequence parallelism; None if user code sets no number.
+        otherwise: ranks per replica if neither configs nor user code set a number, such as those of a resumed checkpoint.
         config: the DeepSpeed config, whose sizes must agree with the section and ``asked``.
 
     Raises:

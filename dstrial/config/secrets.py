@@ -1,8 +1,8 @@
 """Mask secrets in a displayed config; restore them when the config is resubmitted.
 
 Secrets are recognised by name. Patterns for environment variables are broad, because most secrets are passed in variables.
-Patterns for other fields are narrow, because ``num_key_value_heads`` and ``pad_token`` are hyperparameters. Functions are
-pure; the caller keeps the real config.
+Patterns for other fields are narrow, because ``num_key_value_heads`` and ``pad_token`` are hyperparameters. Functions return
+new values and never modify the config that they mask.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _is_number(text: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Secret:
-    """One secret value in a config."""
+    """One leaf of a config that is secret or is tested for being secret."""
 
     path: KeyPath
     identity: KeyPath  # `path`, in which a variable's list index is replaced by its name
@@ -111,10 +111,10 @@ def secrets_in(value: Any, names: SecretNames) -> list[Secret]:
 def _leaves(
     value: Any, names: SecretNames, path: KeyPath = (), open_keys: Sequence[str] | None = None
 ) -> Iterator[tuple[Secret, bool]]:
-    """Yield each leaf of a config as a ``Secret``, and whether the leaf is secret.
+    """Yield (``Secret``, whether it is really secret) for each leaf of a config.
 
-    Below a secret field all leaves are secret; leaves below keys in ``open_keys`` are left out there. ``open_keys`` is None if
-    ``value`` is not below a secret field. Leaves that are null, booleans or empty texts are left out.
+    If ``open_keys`` is None, ``value`` is not below a secret field. Otherwise all leaves of ``value`` are secret, except that
+    leaves below keys in ``open_keys`` are skipped. Leaves that are null, booleans or empty strings are also skipped.
     """
     if isinstance(value, Mapping):
         for key, inner in value.items():
@@ -139,7 +139,11 @@ def _leaves(
 def _variables(
     value: Any, names: SecretNames, path: KeyPath, identity: KeyPath
 ) -> Iterator[tuple[Secret, bool]]:
-    """Yield each environment variable as a ``Secret``, and whether it is secret."""
+    """Yield (``Secret``, whether it is really secret) for each environment variable.
+
+    ``value`` is a list of ``NAME=value``, or a mapping of names or device kinds. ``path`` and ``identity`` are those of
+    ``value``.
+    """
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if isinstance(inner, (list, tuple, Mapping)):
@@ -166,7 +170,7 @@ def masked(value: Any, names: SecretNames) -> Any:
 
 
 def masked_json(text: str, names: SecretNames) -> str:
-    """Return a JSON config with its secrets masked."""
+    """Return a JSON config with its secrets masked; ``text`` itself if it has none."""
     if not names.patterns and not _HINT.search(text):
         return text
     value = json.loads(text)
@@ -175,9 +179,9 @@ def masked_json(text: str, names: SecretNames) -> str:
 
 
 def masked_yaml(text: str, names: SecretNames) -> str:
-    """Return a YAML config with its secrets masked; comments are then lost.
+    """Return a YAML config with its secrets masked; ``text`` itself if it has none.
 
-    Invalid YAML that may contain secrets becomes an empty text.
+    Masking removes the comments. The result is "" if ``text`` is invalid YAML that may contain secrets.
     """
     if not names.patterns and not _HINT.search(text):
         return text
@@ -201,7 +205,7 @@ def masked_shell(text: str, names: SecretNames) -> str:
 def unmasked(value: Any, sources: Sequence[Any], where: str = "the config") -> Any:
     """Return a config with each mask replaced by the real secret.
 
-    The secret is taken from the first config in ``sources``, such as a parent or template, that has it. ConfigError lists every
+    ``sources`` are configs such as a parent or template; the first one that has the secret provides it. ConfigError lists every
     mask without a secret. ``where`` names the config in messages.
     """
     found = _put_back(value, sources, where)
@@ -242,7 +246,10 @@ def _put_back(value: Any, sources: Sequence[Any], where: str) -> list[tuple[Secr
 
 
 def _without_device(identity: KeyPath) -> KeyPath:
-    """Return ``identity`` without its device kind, to match variables of plain lists."""
+    """Return a variable's ``identity`` without its device kind; others are unchanged.
+
+    Variables of one device kind thus match those of a list for all devices.
+    """
     return (_VARIABLES, identity[-1]) if _VARIABLES in identity else identity
 
 

@@ -125,7 +125,10 @@ def _check(
 
 
 def _normalise(config: Mapping[str, Any], findings: Diagnostics) -> dict[str, Any]:
-    """Return a copy with deprecated keys replaced as in DeepSpeed; warn of old names."""
+    """Return a copy of a config with deprecated keys replaced as in DeepSpeed.
+
+    Some deprecated keys are recorded in ``findings``: an old form as a warning, two conflicting offload keys as a problem.
+    """
     normalised = dict(config)
     zero = normalised.get("zero_optimization")
     if isinstance(zero, bool):
@@ -155,9 +158,10 @@ def _normalise(config: Mapping[str, Any], findings: Diagnostics) -> dict[str, An
 
 
 def _solve(given: Mapping[str, Any], settings: Settings, filler: AutoValues | None) -> BatchSolution | None:
-    """Return all batch sizes; None if they have no solution or the script sets them.
+    """Return all batch sizes, or None if they are unknown.
 
-    A missing solution is recorded as a problem.
+    They are unknown if the script's data loader sets them, or if the batch equation has no solution. The latter is recorded as
+    a problem. ``given`` has the batch sizes as in the config; ``filler`` None means that no library replaces ``"auto"``.
     """
     findings, sizes = settings.findings, settings.sizes
     replicas = batch_replicas(settings.effective, sizes)

@@ -28,8 +28,8 @@ TABLE = importlib.resources.files("dstrial.config").joinpath("deepspeed_table.js
 class DeepSpeedRules:
     """The config keys, optimizers and schedulers that one DeepSpeed release accepts.
 
-    An optimizer or scheduler is a mapping with ``params``, its parameters (missing if any name is accepted), ``required``
-    parameters, and for an optimizer ``zero_tested``, whether DeepSpeed tests it with ZeRO.
+    Each optimizer or scheduler is a mapping. ``params`` lists its parameters; if missing, any parameter name is accepted.
+    ``required`` lists the required parameters. For an optimizer, ``zero_tested`` is whether DeepSpeed tests it with ZeRO.
     """
 
     version: str
@@ -123,6 +123,6 @@ class Settings:
         self.findings.warn(key, f"is {render(self.value(key))}, {text}")
 
     def warn_if_set(self, key: str, text: str) -> None:
-        """Warn as :meth:`warn` does, unless the value is false, zero or missing."""
+        """Call :meth:`warn`, unless the value at ``key`` is false, zero, empty or missing."""
         if self.value(key):
             self.warn(key, text)

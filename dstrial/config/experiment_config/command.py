@@ -1,7 +1,7 @@
 """Check the config of a command, TensorBoard or generic task.
 
-Fields that only affect containers are accepted, filled in and kept, as in experiment configs. Source: Determined 0.38.1, command
-configs (fields, defaults; a shell runs an entrypoint that is one string).
+Fields that only affect containers are checked and returned, but have no effect, as in experiment configs. Source: Determined
+0.38.1, command configs: fields and defaults. A shell's entrypoint there is one string.
 """
 
 from __future__ import annotations
@@ -121,10 +121,11 @@ def check_command(
     Args:
         given: the config as written.
         kind: command, TensorBoard or generic task. A TensorBoard takes no slots by default, other kinds take one.
-        num_slots: the most slots on one machine; a config that requests more is rejected.
+        num_slots: the most slots on one machine; a config that requests more is rejected, except as ``launch_error`` says.
         environment_variables: ``NAME=value`` texts to place before the config's variables.
-        template: values for missing keys.
-        launch_error: whether a config is also rejected if only its template requests more than ``num_slots``.
+        template: values for missing keys; None without a template.
+        launch_error: whether a template's request for too many slots is an error. If false, the config is accepted if it
+            does not set ``resources.slots`` itself, so that the task waits for slots.
 
     Raises:
         ConfigError: the config is invalid; the message lists all problems.
@@ -184,7 +185,7 @@ def _words(entrypoint: Any, findings: Diagnostics) -> tuple[str, ...]:
 def interpreter_of(config: Mapping[str, Any]) -> str | None:
     """Return the path of the Python interpreter that a config sets, or None.
 
-    The config sets it by the environment variable ``DET_PYTHON_EXECUTABLE`` for CPUs.
+    A config sets the path in the environment variable ``DET_PYTHON_EXECUTABLE`` for device kind ``cpu``.
     """
     variables = by_device(config["environment"]["environment_variables"]).get("cpu") or []
     return dict(variable.partition("=")[::2] for variable in variables).get(INTERPRETER_VARIABLE) or None

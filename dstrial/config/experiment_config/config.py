@@ -1,7 +1,7 @@
 """Load the experiment config: parse it, check it and fill in defaults.
 
-``experiment_seed`` defaults to 0 (in Determined to the time), and ``name`` to the file's stem, so that a repeated command
-finds and reproduces its earlier runs.
+``experiment_seed`` defaults to 0 (in Determined to the time), and ``name`` to the file's stem. Thus repeating a command
+reproduces the earlier run, and finds that run by its name.
 """
 
 from __future__ import annotations
@@ -121,10 +121,10 @@ def load_experiment(
         path: the experiment's YAML file.
         context_dir: directory of the model definition (the user's code).
         overrides: texts ``key=value`` as from ``--config``; see :mod:`dstrial.config.dotted_keys`.
-        require_concrete: whether a search space as hyperparameter is an error.
+        require_concrete: whether a search space as hyperparameter is an error (true) or a warning (false).
         require_entrypoint: whether a missing ``entrypoint`` is an error.
         slots: number of slots to check for, instead of ``resources.slots_per_trial``.
-        resumed: the checkpoint to resume from, whose batch size is kept; None for a new run.
+        resumed: the checkpoint to resume from; the check reports what prevents resuming. None for a new run.
 
     Raises:
         ConfigError: a file is wrong; the error has all problems of all files.
@@ -144,7 +144,7 @@ def load_experiment(
 def experiment_name(path: str | Path, overrides: Sequence[str] = ()) -> str:
     """Return an experiment's name, by default the file's stem.
 
-    Other keys of the config are not checked.
+    Only the key ``name`` of the config is checked.
     """
     path = Path(path)
     given = apply_overrides(read_yaml(path, str(path)), overrides).value
@@ -166,8 +166,8 @@ def check_experiment(
 ) -> ExperimentConfig:
     """Check a parsed experiment config, as :func:`load_experiment` does.
 
-    ``path`` names the config in messages. ``has_files``: whether to check that the entrypoint's module or script exists.
-    ``more_checks`` is called with the config with defaults, and with ``Diagnostics`` to record problems in.
+    ``path`` names the config in messages. If ``has_files`` is false, the entrypoint's module or script need not exist.
+    ``more_checks`` is called with the config, including defaults, and the ``Diagnostics`` in which to record problems.
     """
     findings = Diagnostics(document.lines, document.label)
     given = _mapping_of(document, context_dir, findings)
@@ -403,8 +403,9 @@ def _sizes(
     """Return the job's parallel dimensions; by default each rank is a replica.
 
     Each dimension is read from the configs, else from the checkpoint ``resumed``, else from the trial's source. ``raw`` is the
-    experiment config with defaults, ``config`` the main DeepSpeed config. ``slots`` is the trial's number of slots, from key or
-    flag ``slots_key``. ``stages`` is the number of pipeline stages to assume; None if the source has no pipeline.
+    experiment config with defaults, ``config`` the main DeepSpeed config. ``slots`` is the trial's number of slots, and
+    ``slots_key`` the config key or flag that sets it. ``stages`` is the number of pipeline stages to assume; None if the source
+    has no pipeline. A number of slots that cannot be divided into replicas is recorded as a problem.
     """
     section = dstrial_section(raw)
     if clash := autotp_clash(count_in(section, "model_parallel_size"), config):
@@ -450,9 +451,10 @@ def _sizes(
 
 
 def _assumed_stages(hyperparameters: Mapping[str, Any], config: Mapping[str, Any], world_size: int) -> int:
-    """Return the number of pipeline stages to assume, as the config does not give it.
+    """Return the number of pipeline stages to assume if the config does not set it.
 
-    It is that of a hyperparameter such as ``num_stages``, or the lowest for which the batch equation has a solution.
+    This is the value of a hyperparameter such as ``num_stages``. Without one, it is the lowest number for which the batch
+    equation has a solution, else 1.
     """
     for name in ("pipeline_stages", "num_stages", "pipe_parallel_size"):
         if type(stages := hyperparameters.get(name)) is int and stages > 0:

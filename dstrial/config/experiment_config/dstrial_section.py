@@ -55,7 +55,7 @@ class Elasticity:
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether the config allows other numbers of slots than ``slots_per_trial``."""
+        """Whether the config sets ``min_slots``, or sets ``max_slots`` above ``wish``."""
         return self.at_least is not None or self.at_most > self.wish
 
 

@@ -23,7 +23,7 @@ _TRIAL_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _TRAINER_MODULES = ("transformers", "trl")
 _TRAINER_ENDINGS = ("Trainer", "TrainingArguments", "HfArgumentParser")
 _MAX_SOURCE_BYTES = 2**17  # ast.parse holds the GIL and blocks the process
-_MAX_MODULES = 50  # imported by a script, whose source is read
+_MAX_MODULES = 50  # modules that a script imports and whose source is read
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ def trial_spec(entrypoint: str | Sequence[str] | None) -> str | None:
 
 
 def find_script(words: Sequence[str], context_dir: Path) -> ScriptSource | None:
-    """Return the first Python file or ``-m`` module in an entrypoint's words, or None.
+    """Return the first Python file or ``-m`` module in an entrypoint's words.
 
-    Only files in ``context_dir`` are found.
+    Only files in ``context_dir`` are found; None if there is none.
     """
     for word_idx, (before, word) in enumerate(zip(["", *words], words, strict=False)):
         is_file = word.endswith(".py") and (context_dir / word).is_file()
@@ -164,7 +164,10 @@ def _trial_tree(trial: str, path: Path, findings: Diagnostics) -> ast.Module | N
 
 
 def _trees(path: Path, context_dir: Path) -> Iterator[ast.Module]:
-    """Yield the syntax trees of a script and of files in ``context_dir`` it imports."""
+    """Yield the syntax trees of a script and of the files that the script imports.
+
+    Imported files are looked up beside the script and in ``context_dir``. Unreadable or invalid files are skipped.
+    """
     files = [path]
     for file in files:
         try:
@@ -215,7 +218,10 @@ def _module_file(module: str, roots: Sequence[Path], of_package: str = "__init__
 
 
 def _parsed(path: Path) -> ast.Module | None:
-    """Parse a Python file; return None if it is too large or nested too deeply."""
+    """Parse a Python file; return None if it is too large or nested too deeply.
+
+    Raises OSError, UnicodeDecodeError or SyntaxError if the file is unreadable or invalid.
+    """
     if path.stat().st_size > _MAX_SOURCE_BYTES:
         return None
     source = path.read_text(encoding="utf-8")
@@ -240,9 +246,10 @@ def _defined_names(tree: ast.Module) -> set[str]:
 
 
 def _definitions_used(tree: ast.Module, name: str) -> list[ast.AST]:
-    """Return the syntax trees of ``name``'s definition and of definitions it uses.
+    """Return the syntax trees of ``name``'s definition and of all definitions it uses.
 
-    If ``tree`` does not define ``name``, the first syntax tree is the whole module.
+    Definitions are the top-level classes and functions of ``tree``. If ``name`` is not one of them, the whole module takes the
+    place of its definition.
     """
     # A module may define an ordinary trial and a pipeline, so unrelated definitions are left out.
     definitions = {

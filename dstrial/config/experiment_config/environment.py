@@ -19,9 +19,10 @@ _KINDS = (*DEVICES, _GPU_ALIAS)
 
 
 def by_device(given: Any) -> dict[str, Any]:
-    """Return device kind -> value.
+    """Return a config value as a mapping of device kind -> value.
 
-    ``given`` is such a mapping, or one value for all kinds. Null values are left out; the key ``gpu`` becomes ``cuda``.
+    ``given`` is either such a mapping or one value for all device kinds. Null values in a mapping are left out; its key ``gpu``
+    becomes ``cuda``.
     """
     if not isinstance(given, Mapping):
         return dict.fromkeys(DEVICES, given)
@@ -33,8 +34,8 @@ def by_device(given: Any) -> dict[str, Any]:
 def joined_variables(first: Any, then: Any) -> Any:
     """Return the environment variables of ``first``, followed by those of ``then``.
 
-    The result is a list if both are lists, otherwise device kind -> list. If ``first`` or ``then`` is invalid, ``then`` is
-    returned unchanged.
+    If both are lists, the result is a list; otherwise it maps device kind -> list. If ``first`` or ``then`` is invalid,
+    ``then`` is returned unchanged.
     """
     if isinstance(first, list) and isinstance(then, list):
         return [*first, *then]
@@ -64,7 +65,7 @@ def check_devices(given: Mapping[str, Any], path: KeyPath, findings: Diagnostics
 
 
 def images(given: Any, default: str) -> dict[str, Any]:
-    """Return device kind -> container image, with ``default`` for kinds not given."""
+    """Return device kind -> container image; ``default`` for kinds without an image."""
     found = by_device(given)
     return {device: found.get(device) or default for device in DEVICES}
 

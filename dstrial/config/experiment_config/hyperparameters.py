@@ -58,9 +58,9 @@ def concrete_values(
 
     Constants ``{type: const, val: …}`` become their values. Invalid hyperparameters are left out and recorded as problems.
 
-    With ``require_concrete`` every search space is an error. Otherwise the middle of a numeric range, or the first value of a
-    categorical list, is used, with a warning. With ``needs_counts`` a numeric range without a ``count`` is an error, as for the
-    grid searcher. Source: Determined 0.38.1 schemas/expconf/v0/hyperparameter*.json.
+    A search space becomes the middle of its numeric range, or the first value of its categorical list. Each search space is
+    recorded as a problem with ``require_concrete``, otherwise as a warning. With ``needs_counts``, as for the grid searcher, a
+    numeric range without a ``count`` is invalid. Source: Determined 0.38.1 schemas/expconf/v0/hyperparameter*.json.
     """
 
     def value_of(spec: Any, path: KeyPath) -> Any:
@@ -124,7 +124,10 @@ def specifications(
 
 
 def is_specification(spec: Mapping[str, Any], path: KeyPath) -> bool:
-    """Return whether a mapping is one hyperparameter's ``{type: …}``, not a group."""
+    """Return whether a mapping is one hyperparameter's ``{type: …}``, not a group.
+
+    ``path`` is the mapping's key path. Below DeepSpeed settings, a mapping with an unknown ``type`` is a group.
+    """
     # In DeepSpeed settings, `type` may be an optimizer's type.
     if "type" not in spec:
         return False

@@ -132,7 +132,7 @@ def checked_storage(given: Mapping[str, Any], label: str) -> dict[str, Any]:
 def merged_storage(storage: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
     """Return a storage section with missing fields filled in from section ``below``.
 
-    If the types of the two storages differ, only ``save_…`` fields are filled in.
+    If the sections have different storage types, only ``save_…`` fields are filled in.
     """
     kind = storage.get("type")
     if kind not in (None, below["type"]):

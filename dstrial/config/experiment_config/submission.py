@@ -93,13 +93,13 @@ def check_submission(
 
     Args:
         config_text: the experiment config as YAML.
-        context_dir: directory of the unpacked model definition; empty if there is none.
+        context_dir: directory of the unpacked model definition; an empty directory if none was submitted.
         defaults: the master's defaults.
-        num_slots: number of slots that exist; None to skip the check of slots.
-        resumed: the checkpoint to resume from, whose batch size is kept.
+        num_slots: number of slots of the master; None to skip the check of slots.
+        resumed: the checkpoint to resume from; None for a new run. The check reports what prevents resuming.
         template: a partial config with values for missing keys.
         is_detached: whether trials run outside the master. They need no entrypoint, and the searcher is unused.
-        document: ``config_text`` if already parsed; modified in place.
+        document: the parsed ``config_text``, which is modified in place; None to parse ``config_text``.
         has_files: whether to check that the entrypoint's module or script exists; False if no model definition was submitted.
 
     Raises:
@@ -142,7 +142,10 @@ def check_submission(
 def _add_missing_values(
     config: dict[str, Any], template: Mapping[str, Any] | None, defaults: MasterDefaults
 ) -> None:
-    """Add values that the config lacks, of the template before those of the master."""
+    """Add values that the config lacks, in place.
+
+    Values of ``template`` take precedence over those of ``defaults``.
+    """
     of_master: dict[str, Any] = {"checkpoint_storage": defaults.checkpoint_storage}
     if defaults.environment_variables:
         of_master["environment"] = {"environment_variables": [*defaults.environment_variables]}
@@ -157,7 +160,11 @@ def _check_slots(
     resumed: SavedRun | None,
     findings: Diagnostics,
 ) -> bool:
-    """Check a trial's slots; return whether the trial needs more than ``num_slots``."""
+    """Check a trial's slots; return whether too few exist for the trial to start.
+
+    False if a resumed checkpoint can use fewer slots, or if ``num_slots`` is None. With ``defaults.launch_error``, too few
+    slots are also recorded as a problem.
+    """
     slots = raw["resources"]["slots_per_trial"]
     max_slots = raw["resources"]["max_slots"]
     if defaults.launch_error and isinstance(slots, int) and isinstance(max_slots, int) and slots > max_slots:
@@ -202,11 +209,12 @@ def _completed(raw: dict[str, Any], given: Mapping[str, Any], searcher: Mapping[
 
 
 def _strip_searcher(config: Any) -> dict[str, Any]:
-    """Replace the searcher of ``config`` by one trial with the same metric, in place.
+    """Replace the searcher of ``config`` in place by ``single`` with the same metric.
 
-    For trials that run outside the master. Returns the original searcher; empty if the config has no valid searcher.
+    Returns the original searcher; {} if the config has no valid searcher, which is then not replaced. This is for trials that
+    run outside the master.
 
-    Source: Determined 0.38.1, ``core_v2.Config``, whose searcher has a metric and tells whether there are several trials.
+    Source: Determined 0.38.1, ``core_v2.Config``. Its searcher has a metric and tells whether there are several trials.
     """
     searcher = config.get("searcher") if isinstance(config, dict) else None
     if not isinstance(searcher, dict) or not isinstance(searcher.get("name"), str):
@@ -327,9 +335,10 @@ def read_override(text: str) -> dict[str, Any]:
 def continued_config(active: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
     """Return the config of a continued experiment, as YAML.
 
-    ``active`` is the current config, which may differ from the submitted one. ``changes`` override ``active`` as a config
-    overrides its template. ConfigError if the searcher's type changes. Source: Determined 0.38.1, master/internal,
-    ``parseAndMergeContinueConfig``: ``schemas.Merge(provided, active)``.
+    ``active`` is the experiment's current config, which may differ from the submitted one. ``changes`` are merged into
+    ``active`` as a config is merged into its template; values of ``changes`` take precedence. ConfigError is raised if the
+    searcher's name changes. Source: Determined 0.38.1, master/internal, ``parseAndMergeContinueConfig``:
+    ``schemas.Merge(provided, active)``.
     """
     merged = merge_template(active, changes)
     before, after = (_searcher_name(config) for config in (active, merged))
@@ -381,9 +390,9 @@ def _origin(path: KeyPath, submitted: Document, template: Mapping[str, Any] | No
 
 
 def _is_given(config: Any, path: KeyPath) -> bool:
-    """Return whether a config gives the value at ``path``.
+    """Return whether a config sets the value at ``path``, possibly in a short form.
 
-    It may give the value in a short form, such as ``max_length: 100`` for ``max_length.batches``.
+    An example of a short form is ``max_length: 100``, which sets ``max_length.batches``. Null counts as not set.
     """
     for part in path:
         if not isinstance(config, Mapping):
