@@ -52,13 +52,13 @@ class Observation:
 class ConfigSearch(Protocol):
     """Interface of a search method, which decides what to measure next.
 
-    The caller must call ``on_result`` once for every ``Measure``, in any order. Equal sequences of calls return equal actions.
-    After ``Finish``, a method returns no more actions.
+    The caller must call ``on_result`` exactly once for every ``Measure``, in any order. Equal sequences of calls return equal
+    actions. After ``Finish``, a method returns no more actions.
     """
 
     @property
     def forecasts(self) -> Mapping[int, Mapping[str, Any]]:
-        """Trial id -> what was predicted before the trial ran, as JSON values."""
+        """Trial id -> prediction made before the trial ran, as JSON values; may be empty."""
 
     def start(self) -> list[Action]:
         """Return the first actions; called once, before any ``on_result``."""

@@ -42,7 +42,7 @@ def dry_run_request(
         exp_conf: experiment config that the code reads.
         num_batches: number of first batches of a trial's loader, of which the largest is used.
         sample_batch: file of a batch to use instead; for a script, a file of its engine call's arguments.
-        trusts_code: load ``sample_batch`` even if it holds other classes than tensors.
+        trusts_code: load ``sample_batch`` even if it holds other classes than tensors, which may execute code.
         num_stages: pipeline stages of a trial; 1 for none.
         stage: the pipeline stage to dry-run.
     """

@@ -143,8 +143,8 @@ class Regression:
     ) -> _Fit:
         """Solve one round of the regression; return the posterior.
 
-        ``scaled`` are the rows' parts, and ``measured`` their log values, linearized. Each factor is at least ``_MIN_FACTOR`` of
-        its prior mean.
+        ``scaled`` are each row's parts, divided by the row's sum in the previous round. ``measured`` are 1 plus the logarithm
+        of value / sum. ``noise`` are variances. Each factor is at least ``_MIN_FACTOR`` of its prior mean.
         """
         mean, deviations = self._prior.copy(), self._deviations.copy()
         while True:
