@@ -69,7 +69,7 @@ class Libraries:
 
 
 def import_all(deadline_s: float) -> Libraries:
-    """Import torch, DeepSpeed and Determined in a process that ends at the deadline."""
+    """Import torch, DeepSpeed and dstrial in a process that is killed at the deadline."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, str(deadline_s), str(Path(__file__).resolve().parents[2])],

@@ -166,7 +166,7 @@ class Proof:
         """Resume from the checkpoint in ZeRO ``stage``; return a line for the user.
 
         Raises:
-            StepFailedError: a loss differs from the first training's by more than the relative ``bound``; 0: bitwise.
+            StepFailedError: losses are missing, or differ from the first training's by more than the relative ``bound``.
         """
         trained = list_checkpoints(self._run_directory("train").checkpoints_path)
         (checkpoint,) = [found.path for found in trained if found.steps_completed == _SAVED_AT]

@@ -156,7 +156,7 @@ def _structures(groups: ConfigGroups) -> dict[str, Structure]:
 
 
 def _graph_key(groups: ConfigGroups, structure: Structure) -> str:
-    """Return a key that configurations with the same compute graph presumably share."""
+    """Return a key; configurations that share it presumably have one compute graph."""
     return json.dumps(groups.unknown_settings(structure))
 
 

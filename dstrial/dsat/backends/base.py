@@ -95,4 +95,4 @@ class Backend(Place, Protocol):
         """Return the seconds since a trial got its slots; 0 while it waits for slots."""
 
     def kill(self, trial_id: int) -> None:
-        """Kill a trial; :meth:`poll` may return it only if it had already measured."""
+        """Kill a trial; :meth:`poll` may still return it if it has already measured."""

@@ -84,7 +84,8 @@ class SearchOnMaster:
     def finish(self, results: Mapping[str, str]) -> None:
         """Wait until the trial has ended and stored its results in a checkpoint.
 
-        If the trial does not report the end of the search within 20 s, write ``results`` into the experiment's notes.
+        If the trial does not report the end of the search within 20 s, write ``results`` into the experiment's notes. Otherwise
+        wait at most 60 s more.
         """
         if self._experiment is None:
             self._find()

@@ -278,7 +278,8 @@ class TrialResult:
 def mean_of(many: Sequence[Measured]) -> Measured:
     """Return the mean of repeated measurements of one configuration.
 
-    The result's ``half_width`` is the relative half-width of the mean's 95 % interval. It is smaller if the measurements agree.
+    The result's ``half_width`` is the relative half-width of the mean's 95 % interval. The half-width shrinks with the number
+    of measurements and grows with their spread.
     """
     metrics = {
         name: statistics.fmean(known)

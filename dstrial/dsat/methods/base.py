@@ -80,8 +80,8 @@ class MethodOptions:
     search_range_factor: float = (
         1.0  # multiplies the first estimate of the largest micro batch (binary, asha)
     )
-    trials_per_random_config: int = 5  # most trials with the same settings (random)
+    trials_per_random_config: int = 5  # maximum number of trials with the same settings (random)
     max_rungs: int = 5  # number of ASHA's rungs
     min_binary_search_trials: int = 3  # trials with the same settings in the lowest rung, ASHA's *r*
-    divisor: int = 2  # one of so many settings is promoted to the next rung, ASHA's *eta*
+    divisor: int = 2  # 1 / divisor of the settings is promoted to the next rung, ASHA's *eta*
     asha_early_stopping: int = 0  # number of lowest rungs that are left out, ASHA's *s*

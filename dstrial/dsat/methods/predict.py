@@ -127,7 +127,6 @@ class PredictSearch:
 
         The first measurement of each group is not counted.
         """
-        # The first measurement of each group does not count.
         number, best = 0, math.inf
         groups: set[tuple[Any, ...]] = set()
         for candidate, outcome in self.predictor.outcomes:
@@ -231,7 +230,7 @@ class PredictSearch:
         return positions_near(self.space, [one.batch for one in self._measured()])
 
     def _contender(self) -> Candidate | None:
-        """Return one of the best configurations, to measure it again; None for none.
+        """Return one of the best configurations to measure again; None if there is none.
 
         Repeats are made only with ``--thorough``, while noise hides which of the best three configurations is the best.
         """
@@ -280,8 +279,8 @@ def _why(prediction: Prediction, best: tuple[Candidate, float] | None) -> str:
 def _is_unsure(best: tuple[Candidate, float, float], other: tuple[Candidate, float, float]) -> bool:
     """Return whether more measurements are needed to compare two configurations.
 
-    Each argument is (configuration, mean cost, relative half-width of the mean). They are needed if the 95 % interval of the
-    relative difference contains 0 and reaches beyond 1 % (``TIE``).
+    Each argument is (configuration, mean cost, relative half-width of the mean). More measurements are needed if the 95 %
+    interval of the relative difference contains 0 and reaches beyond 1 % (``TIE``).
     """
     difference, half_width = other[1] / best[1] - 1, math.hypot(best[2], other[2])
     return difference - half_width <= 0 and difference + half_width > TIE

@@ -137,9 +137,9 @@ class BinarySearch:
     def ceiling(self, stage: int) -> int:
         """Return the index of the largest micro batch size that may fit with a ZeRO stage.
 
-        The size is estimated from the first measurement, and multiplied by ``search_range_factor``. If no estimate is possible,
-        returns the index of the largest size. If the global batch size may change, there is no largest size; the estimate is
-        then twice the user's micro batch.
+        The size is estimated from the first measurement, and multiplied by ``search_range_factor``. Without an estimate, the
+        result is the index of the largest size. If the global batch size may change, twice the user's micro batch then serves
+        as the estimate.
         """
         sizes = self.space.batch_size_grid
         guess = None if self.info is None else largest_micro_batch(self.info, stage, self.space)
@@ -184,7 +184,8 @@ class BinarySearch:
     def _begin(self, trial_id: int, outcome: Outcome) -> list[Action]:
         """Return the actions after the first trial, which has the user's configuration.
 
-        If it ran out of memory, the next trial has the smallest micro batch; after that, a failure ends the search.
+        If that trial ran out of memory, its ZeRO stage and settings are measured with the smallest micro batch. Any other
+        failure, or a second one, ends the search.
         """
         if isinstance(outcome, Measured):
             self.info = ModelInfo.from_measured(outcome)

@@ -94,8 +94,9 @@ def _temporary_bytes(
 ) -> tuple[float, float, float]:
     """Return temporary bytes: (between micro batches, while reducing, in the step).
 
-    Between micro batches they are gradients that wait for the next ones. Reducing happens at the end of a backward pass. Bytes
-    that also live between steps, such as parameters, are not included.
+    Between micro batches, gradients (with their buckets) wait for those of the next one. Reducing happens at the end of a
+    backward pass; the last value is for the optimizer step. Memory that also lives between steps, such as parameters, is not
+    included.
     """
     width, is_half, here = zero.bytes_per_value, zero.bytes_per_value == 2, sizes.here
     buckets, copied = zero.bucket_bytes, sizes.copied

@@ -154,19 +154,19 @@ PARTS = (
     "host_copies",
     "pressure",
 )
-"""Parts of a step's time. ``compute``: matrix products. ``unfilled``: what small products lose by not filling the device.
-``overhead``: starting operations, as far as the device waits for it. ``transfer``, ``reduce``: bytes of parameters and of
-gradients in collectives; ``calls``: the calls of collectives; all three as far as nothing can hide them. ``unhidden``:
-communication that could be hidden but is not. ``gradient_copies``: gradients copied to buckets. ``optimizer``,
+"""Parts of a step's time. ``compute``: matrix products. ``unfilled``: time lost because small products do not fill the device.
+``overhead``: starting operations, while the device waits. ``transfer``, ``reduce``: moving parameters and gradients in
+collectives; ``calls``: starting collectives. These three cover only communication that cannot overlap with computation.
+``unhidden``: communication that could overlap but does not. ``gradient_copies``: gradients copied to buckets. ``optimizer``,
 ``host_optimizer``: the optimizer on the device and on the host. ``host_copies``: copies between device and host. ``pressure``:
-what passes lose if memory is nearly full (``StepParts.pressed``)."""
+time that forward and backward lose if memory is nearly full (``StepParts.pressed``)."""
 
 PHASES = ("forward", "backward", "step")
 """Phases of a step that are timed separately."""
 
 _STATE_BYTES = 30.0
 """Bytes that Adam reads and writes for each parameter: gradient, weight and two moments, and the weight in half precision."""
-_FILLING_TOKENS = 512.0  # a micro batch loses the time of so many tokens by not filling the device
+_FILLING_TOKENS = 512.0  # a micro batch that does not fill the device loses the time of this many tokens
 _FILLING_SHARE = 0.25  # the same loss as a share of a record's time, for models without tokens
 _MAX_HIDDEN = 0.9  # share of computing that communication can overlap
 _MIN_OVERHEAD = 0.1  # share of the operations' overhead that a busy device does not hide
@@ -378,7 +378,7 @@ def _overheads(
 def _communication_s(
     run: DryRunResult, machine: Machine, setup: ZeroFeatures, ran: ZeroFeatures, accumulation: int
 ) -> list[tuple[float, float]]:
-    """Return [reducing gradients, gathering parameters, communication in the step].
+    """Return communication times: [gradients, gathers of stage 3, optimizer step].
 
     Each item is (seconds of moving bytes, seconds of starting calls), summed over a step's micro batches.
     """

@@ -153,7 +153,7 @@ def nominal_machine(
 
 
 def unknown_machine(num_ranks: int, *, is_cpu: bool) -> Machine:
-    """Return assumed rates: a slow CPU's, or (``is_cpu`` false) those of an A100."""
+    """Return assumed rates for an unmeasured machine: an A100's, or those of a CPU."""
     if not is_cpu:
         return nominal_machine(DEVICES["a100"], num_ranks)
     links = {kind: Link(2e-4, 1e9) for kind in COLLECTIVES if num_ranks > 1}

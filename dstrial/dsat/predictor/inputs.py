@@ -11,7 +11,7 @@ from dstrial.dsat.predictor.hardware import Machine
 from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult
 
 UNDESCRIBED = "nothing"  # ``PredictInputs.described_by`` if no dry run succeeded
-NUM_BATCHES = 4  # a dry run uses the largest of so many first batches of the training loader
+NUM_BATCHES = 4  # a dry run uses the largest of this many first batches of the training loader
 
 _COUNTED_AT = 4  # micro batch size at which FLOPs of a record are counted
 # Classes that run a trial or a script in a dry run.

@@ -187,7 +187,7 @@ _SCATTERED = 0.03  # share of memory that gradients outside a contiguous buffer 
 _WASTE_NOISE, _MAX_WASTE, _BEYOND = 0.01, 0.1, 0.5
 """Waste is log(bytes that the allocator holds / bytes of tensors). Of waste above ``_MAX_WASTE`` only half counts, because the
 allocator could free the other half."""
-_NEAR = 0.85  # a peak above this share of the lowest that ran out is expected to run out, unless more ran
+_NEAR = 0.85  # a peak above this share of the lowest failed peak is expected to fail, unless a larger one ran
 _MEASURED_PHASES = {"forward": ("forward", "gather"), "backward": ("backward", "reduce"), "step": ("step",)}
 """Phase of a measurement -> phases of a dry run within it."""
 

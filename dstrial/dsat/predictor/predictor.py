@@ -47,7 +47,7 @@ class Prediction:
         return self.cost * math.exp(-num_stds * min(self.time.log_std, _MAX_SPREAD))
 
     def expected_improvement(self, cost: float) -> float:
-        """Return the expected relative gain over ``cost``; higher costs count as gain 0.
+        """Return the expected relative gain over ``cost``; a higher cost counts as gain 0.
 
         Source: expected improvement (Jones, Schonlau and Welch 1998), on the logarithm.
         """
