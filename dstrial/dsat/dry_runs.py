@@ -88,8 +88,9 @@ def trace_graphs(
 ) -> GraphTraces:
     """Dry-run each compute graph on fake tensors; if all fail, on real tensors.
 
-    If these fail too, the result has no dry runs, and method ``asha`` replaces ``predict``. ``deadline_s`` limits all dry runs
-    together. ``print_line`` gets lines for the user.
+    If these fail too, the result has no dry runs, and method ``asha`` replaces ``predict``. Pipelines, and configs with tensor-
+    or sequence-parallel groups, are not dry-run; the result is then empty, too. ``deadline_s`` limits all dry runs together.
+    ``print_line`` gets lines for the user.
     """
     sizes = settings.space.sizes
     # A dry run has one rank: only one stage of a pipeline, and no tensor- or sequence-parallel groups.

@@ -95,7 +95,8 @@ class BinarySearch:
     def learn(self, lineage: Lineage, position: int, value: float | None) -> None:
         """Narrow the range of micro batch sizes of a lineage after one of its trials.
 
-        ``position`` is the index of the trial's micro batch size; ``value`` is its score, None if it ran out of memory.
+        ``position`` is the index of the trial's micro batch size; ``value`` is the trial's score, None if the trial ran out of
+        memory.
         """
         if value is None:
             lineage.high = position - 1

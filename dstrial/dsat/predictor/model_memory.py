@@ -151,7 +151,7 @@ def table(placements: Sequence[Placement], capacity_bytes: float) -> list[list[s
 
 
 def table_unit(placements: Sequence[Placement]) -> str:
-    """Return ``MiB`` if all models are small, else ``GiB``."""
+    """Return ``MiB`` if all models have under 50 million parameters, else ``GiB``."""
     weights = [one.run.parameters for one in placements if one.run is not None]
     return "MiB" if weights and max(weights) < _SMALL_PARAMETERS else "GiB"
 

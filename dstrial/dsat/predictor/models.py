@@ -301,8 +301,8 @@ class MemoryModel:
     def _raised(self, point: Point, found: MemoryPrediction | None) -> MemoryPrediction | None:
         """Return ``found``; raise it above the device's memory if it will likely run out.
 
-        That is so if a configuration of the same group ran out of memory with a similar or smaller peak. A configuration of the
-        group that ran with at least the same peak rules it out.
+        Memory likely runs out if a configuration of the same group ran out with a similar or smaller peak in the dry run. If
+        one of the group has run with at least this peak, ``found`` is returned unchanged.
         """
         least = _NEAR * self._failed_bytes.get(point.group, math.inf)
         if found is None or point.total_bytes < max(least, self._run_bytes.get(point.group, 0.0) + 1):

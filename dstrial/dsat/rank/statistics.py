@@ -92,7 +92,7 @@ class Sampling:
     def mean_s(self) -> float:
         """Return the mean seconds of one step after warm-up.
 
-        The median serves to compare configurations; the mean, which includes slow steps, to predict a training.
+        Searches compare configurations by the median. The mean includes slow steps, so it predicts the speed of a training.
         """
         warm = self._warm()
         return sum(steps * time_s for steps, time_s in warm) / sum(steps for steps, _ in warm)
