@@ -343,7 +343,7 @@ def gain_over(best: TrialResult | None, own: TrialResult | None, metric: str) ->
 
 
 def relative_gain(value: float, own: float) -> float:
-    """Return the relative gain of score ``value`` over score ``own``; 0.1: 10 % better.
+    """Return the relative gain of score ``value`` over score ``own``; 0.1 is 10 %.
 
     A score (see :func:`score`) of a time is negative, because a shorter time is better.
     """
