@@ -1,6 +1,6 @@
 """Select the files of a context directory (model definition) to send to a master.
 
-Left out are files matched by ``.detignore``, outputs of dstrial, checkpoint storages and virtual environments.
+Files that match ``.detignore``, outputs of dstrial, checkpoint storages and virtual environments are not selected.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ DEFAULT_PATTERNS = (
 
 
 def make_output_directory(path: Path) -> None:
-    """Create a directory and its parents, with a marker file in the topmost new one.
+    """Create a directory and its parents; mark the topmost new one as output.
 
-    ``list_context`` leaves out directories that have the marker file ``OUTPUT_MARK``.
+    The mark is the file ``OUTPUT_MARK``; ``list_context`` leaves out directories that contain it. If ``path`` exists, nothing
+    is changed.
     """
     highest = path
     while not highest.parent.exists():
@@ -103,7 +104,10 @@ class Context:
         return sum(file.size for file in self.files)
 
     def largest(self) -> tuple[str, int]:
-        """Return the largest top-level file or directory, and its size in bytes."""
+        """Return (name, bytes) of the largest top-level file or directory.
+
+        The name of a directory ends in a slash. Without files the result is ``("", 0)``.
+        """
         sizes: dict[str, int] = {}
         for file in self.files:
             top, slash, _ = file.name.partition("/")
@@ -144,8 +148,8 @@ class Context:
 def list_context(directory: Path) -> Context:
     """List the files of a context directory (model definition) to send to a master.
 
-    Like Determined's client, except that directories with a marker file are left out. Links to directories are not followed.
-    Unreadable and special files are left out.
+    The rules are those of Determined's client. In addition, directories with a marker file are left out. Links to directories
+    are not followed. Unreadable and special files are left out.
 
     Raises:
         ConfigError: ``.detignore`` is not UTF-8.

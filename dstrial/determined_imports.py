@@ -49,7 +49,8 @@ def variables(environ: Mapping[str, str], config: Mapping[str, Any] | None = Non
     """Return environment variables that redirect imports in a new process.
 
     Args:
-        environ: the process's other variables; an existing ``DSTRIAL_DETERMINED_IMPORTS`` is kept, ``PYTHONPATH`` extended.
+        environ: other variables of the new process. The result keeps a ``DSTRIAL_DETERMINED_IMPORTS`` that is set there, and
+            extends ``PYTHONPATH``.
         config: the experiment config; ``data.dstrial.determined_imports: false`` disables the redirection.
     """
     data = (config or {}).get("data") or {}
@@ -71,7 +72,10 @@ def install_if_asked() -> None:
 
 
 def announce(module: str) -> None:
-    """Print once, on rank 0, that dstrial replaces Determined's module ``module``."""
+    """Print on rank 0 that dstrial replaces Determined's module ``module``.
+
+    Only the first call prints, also counting calls in the processes from which this one was started.
+    """
     if os.environ.get(VARIABLE) == _ANNOUNCED:
         return
     os.environ[VARIABLE] = _ANNOUNCED

@@ -28,9 +28,9 @@ class CheckupOptions:
 
 
 def run(options: CheckupOptions) -> Iterator[Group]:
-    """Start all checks at once; yield their findings in a fixed order.
+    """Start all checks at once; yield the findings of each check in a fixed order.
 
-    A check that fails or misses its deadline becomes a problem; the others continue.
+    If a check raises an exception or misses its deadline, its only finding is a problem. The other checks continue.
     """
     checks = {name: Background(check) for name, check in _checks(options).items()}
     for name, check in checks.items():

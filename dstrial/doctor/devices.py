@@ -43,7 +43,7 @@ class Hardware:
 
 
 def measure() -> Hardware:
-    """Return this machine's accelerators: NVIDIA's, and those that a master finds."""
+    """Return all NVIDIA devices, and the accelerators that a master would offer."""
     visible = tuple(slot for slot in find_slots() if slot.kind != "cpu")
     driver = "there" if any(path.exists() for path in _DRIVER_FILES) else None
     try:
@@ -95,7 +95,10 @@ def _text(value: str | bytes) -> str:
 
 
 def judge(hardware: Hardware, environ: Mapping[str, str], *, num_required: int = 0) -> list[Finding]:
-    """Return findings on the devices; ``num_required`` accelerators must be visible."""
+    """Return findings on the driver and the devices.
+
+    If fewer than ``num_required`` accelerators are visible, one finding is a problem; 0 omits this check.
+    """
     found = [_judge_driver(hardware), *map(judge_device, hardware.devices)]
     name, num_there, num_seen = "CUDA_VISIBLE_DEVICES", len(hardware.devices), len(hardware.visible)
     is_cpu_chosen = environ.get("DS_ACCELERATOR") == "cpu"

@@ -63,8 +63,8 @@ def _installed(name: str) -> str | None:
 def judge_packages(asked: Sequence[str], installed: Callable[[str], str | None]) -> list[Finding]:
     """Return findings on whether installed packages meet dstrial's requirements.
 
-    ``asked`` are lines of the metadata field ``Requires-Dist``; extras are left out. ``installed`` returns a package's version,
-    or None if the package is missing.
+    ``asked`` are lines of the metadata field ``Requires-Dist``; those of optional extras are ignored. ``installed`` maps the
+    name of a package to its version, or to None if the package is missing.
     """
     from packaging.requirements import Requirement
 
@@ -177,7 +177,7 @@ def _is_free(port: int) -> bool:
 
 
 def judge_variables(environ: Mapping[str, str]) -> list[Finding]:
-    """Return findings on variables that prevent or slow training."""
+    """Return findings on environment variables that break training or make it slower."""
     found = []
     chosen = environ.get("DS_ACCELERATOR")
     if chosen is not None and chosen not in _ACCELERATORS:

@@ -19,10 +19,10 @@ Status = Literal["ok", "note", "problem"]
 class Finding:
     """One output line of ``dstrial doctor``."""
 
-    name: str  # a few words, stable between versions
+    name: str  # of what was checked: a few words, stable between versions
     status: Status
-    what: str  # without a full stop
-    todo: str = ""  # sentences with full stops; empty if there is nothing to do
+    what: str  # result of the check, without a full stop
+    todo: str = ""  # advice for the user, as sentences; empty if there is nothing to do
 
 
 def ok(name: str, what: str) -> Finding:
@@ -58,7 +58,7 @@ def count(groups: Iterable[Group]) -> dict[Status, int]:
 
 
 def printable(text: str) -> str:
-    """Escape control characters, which variables and file names may contain."""
+    """Return ``text`` with its unprintable characters, such as newlines, escaped."""
     return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
 
 

@@ -1,4 +1,4 @@
-"""Import torch, DeepSpeed and Determined for ``dstrial doctor``; report versions.
+"""Import torch, DeepSpeed and dstrial for ``dstrial doctor``; report versions.
 
 ``main`` runs in a separate process, because an import may hang or crash. For each import (stage) the process writes JSON lines to
 standard output: ``{"begins": stage}``, then ``{"stage": stage, "seconds": …, "values": …}`` or ``{"stage": …, "error": …}``.

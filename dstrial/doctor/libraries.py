@@ -1,4 +1,4 @@
-"""Check the imports of libraries, torch's build, and compilers for operators."""
+"""Check imports of libraries, torch's build, and compilers for DeepSpeed's ops."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Libraries:
 
 
 def import_all(deadline_s: float) -> Libraries:
-    """Import the libraries in a separate process, which is killed at the deadline."""
+    """Import torch, DeepSpeed and dstrial in a process that is killed at the deadline."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, str(deadline_s), str(Path(__file__).resolve().parents[2])],
@@ -205,16 +205,16 @@ def judge_build(torch: TorchBuild, hardware: Hardware, environ: Mapping[str, str
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Compilers:
-    """First output lines of tools, and files; None if missing."""
+    """The tools on this machine that compile DeepSpeed's operators; None if missing."""
 
-    cxx: str | None
-    ninja: str | None
+    cxx: str | None  # output of ``--version``
+    ninja: str | None  # output of ``--version``
     headers: str | None  # directory of Python.h
     nvcc: str | None  # CUDA release, such as 13.0
 
 
 def measure_compilers() -> Compilers:
-    """Find this machine's compilers as torch 2.13's ``cpp_extension`` would."""
+    """Look for compilers in the places that torch 2.13's ``cpp_extension`` uses."""
     headers = sysconfig.get_paths()["include"]
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = f"{home}/bin/nvcc" if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"

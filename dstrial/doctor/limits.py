@@ -28,7 +28,7 @@ _NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegf
 class Limits:
     """Resource limits of this process; None means unlimited or unknown."""
 
-    available_bytes: int | None  # free memory, also within the limits of control groups
+    available_bytes: int | None  # free memory, or what control groups leave of their limit, if that is less
     shm_free_bytes: int  # of ``/dev/shm``; 0 if it is missing or not writable
     open_files: tuple[int | None, int | None]  # soft and hard limit
 
@@ -88,7 +88,10 @@ def _judge_open_files(limits: Limits) -> Finding:
 
 
 def check_directories(places: Sequence[tuple[str, Path]]) -> list[Finding]:
-    """Return findings on directories, given as (name, path), and their file systems."""
+    """Return findings on directories: writable, free space, type of file system.
+
+    ``places`` are (name for the finding, path of the directory, which may be missing).
+    """
     found = []
     for name, path in places:
         try:
@@ -112,7 +115,10 @@ def _check_directory(name: str, path: Path) -> list[Finding]:
 
 
 def judge_directory(name: str, path: Path, file_system: str, free_bytes: int) -> list[Finding]:
-    """Return findings on a writable directory; ``file_system`` is empty if unknown."""
+    """Return findings on the free space and the file system of a writable directory.
+
+    ``file_system`` is the type of the file system, such as ``nfs``; empty if unknown.
+    """
     what = f"{path}, {file_system or 'unknown file system'}, {size_text(free_bytes)} free"
     found = [ok(name, what)]
     if free_bytes < 10 * _GIB:

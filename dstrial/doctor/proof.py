@@ -1,6 +1,7 @@
 """``dstrial doctor --train``: a short end-to-end test of training on this machine.
 
-It trains a small GPT, resumes it in the same ZeRO stage (bitwise equal) and another stage, and measures a larger GPT's speed.
+The test trains a small GPT and resumes it from a checkpoint. In the same ZeRO stage the losses must be bitwise equal; in
+another stage they may differ by 1e-4. Then the test measures the speed of a larger GPT.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class StepFailedError(Exception):
 
 
 class OutOfTimeError(StepFailedError):
-    """The time limit ended before the step did."""
+    """The time limit of ``doctor --train`` was reached before or during a step."""
 
     def __init__(self, output: str = "") -> None:
         super().__init__("the time limit was reached; raise --minutes", output)
@@ -89,7 +90,7 @@ class Target:
 
     @classmethod
     def here(cls) -> Target:
-        """Choose 1 or 2 accelerators of this machine, or else 2 CPU ranks."""
+        """Return 1 or 2 accelerators of this machine; 2 CPU ranks if it has none."""
         try:
             hardware = within(30.0, devices.measure)
         except NoAnswerError as error:
@@ -114,7 +115,7 @@ class Target:
 
 
 class Proof:
-    """Runs the steps of ``doctor --train``; shows and stores each result at once."""
+    """Runs the steps of ``doctor --train``; shows and stores the result after each."""
 
     def __init__(
         self, target: Target, scratch: Path, output: Path | None, minutes: float, show: Callable[[Step], None]
@@ -162,7 +163,11 @@ class Proof:
         return f"{_END} batches of ZeRO {_STAGE}, {self._target}: {fell}, saved at {_SAVED_AT}"
 
     def _resume(self, stage: int, bound: float) -> str:
-        """Resume in ZeRO ``stage``; require losses within relative ``bound`` (0: bitwise)."""
+        """Resume from the checkpoint in ZeRO ``stage``; return a line for the user.
+
+        Raises:
+            StepFailedError: losses are missing, or differ from the first training's by more than the relative ``bound``.
+        """
         trained = list_checkpoints(self._run_directory("train").checkpoints_path)
         (checkpoint,) = [found.path for found in trained if found.steps_completed == _SAVED_AT]
         found = _losses(self._launch(f"stage-{stage}", stage, DSTRIAL_RESUME=str(checkpoint)))
@@ -205,7 +210,13 @@ class Proof:
         return RunDirectory.open(record.parent)
 
     def _run(self, words: Sequence[str], name: str, **variables: str) -> str:
-        """Run ``python -m`` with ``words`` and environment variables; return the output."""
+        """Run ``python -m`` with arguments ``words``; return what the process prints.
+
+        ``name`` names the log file; ``variables`` are additional environment variables.
+
+        Raises:
+            StepFailedError: the exit status is not 0, or the time limit is reached (``OutOfTimeError``).
+        """
         left_s = self._ends_at_s - time.monotonic()
         if left_s < _MIN_STEP_S:
             raise OutOfTimeError
@@ -233,7 +244,11 @@ class Proof:
         return log.read_text(encoding="utf-8", errors="replace")
 
     def _environment(self) -> dict[str, str]:
-        """Return the environment without variables of ranks and runs, with absolute paths."""
+        """Return the environment variables of a step's process.
+
+        Inherited variables of ranks, dstrial and Determined are removed. ``PYTHONPATH`` has only absolute paths, with dstrial's
+        first.
+        """
         kept = {
             name: value
             for name, value in os.environ.items()
@@ -325,7 +340,7 @@ def _losses(run: RunDirectory) -> dict[int, float]:
 def prove(*, minutes: float, output: Path | None, show: Callable[[Step], None]) -> dict[str, Any]:
     """Run all steps within ``minutes``; return the content of ``result.json``.
 
-    ``output`` is a directory for that file and a log of each step; if None, nothing is kept.
+    ``output`` is a directory for that file and a log of each step; if None, no files remain.
     """
     output = None if output is None else output.absolute()
     with tempfile.TemporaryDirectory(prefix="doctor-", ignore_cleanup_errors=True) as scratch:

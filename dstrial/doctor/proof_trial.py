@@ -51,9 +51,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT whose forward pass maps characters and next characters to the mean loss.
+    """A GPT whose forward pass returns the mean loss.
 
-    Both are int64 tensors of shape (records, block_size).
+    Its inputs are characters and next characters, two int64 tensors of shape (records, block_size).
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class GPT(nn.Module):
 
 
 def text_blocks(num_blocks: int, block_size: int) -> TensorDataset:
-    """Return (characters, next characters), int64 (block_size,) each, as a data set.
+    """Return a data set of ``num_blocks`` pairs (characters, next characters).
 
-    The text is the source code of Python's standard library.
+    Both parts of a pair are int64 tensors of shape (block_size,). The text is the source code of Python's standard library.
 
     Raises:
-        FileNotFoundError: the library is not installed as source.
+        FileNotFoundError: the library's source is missing or has too few characters.
     """
     folder, wanted, text = Path(sysconfig.get_path("stdlib")), num_blocks * block_size + 1, bytearray()
     for path in sorted(folder.glob("[a-z]*.py")):  # without _sysconfigdata*.py, which differs between builds

@@ -127,7 +127,7 @@ class SearchFlags:
     price: float | None = None
 
     def fingerprinted(self) -> dict[str, Any]:
-        """Return the options that a command must repeat to resume a search."""
+        """Return (as name -> value) the options that must not change to resume a search."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in _RESUMING}
 
 
@@ -181,7 +181,10 @@ def flags_of(args: argparse.Namespace) -> SearchFlags:
 
 
 def _add(parser: argparse.ArgumentParser, names: str, text: str, **options: Any) -> None:
-    """Add an option in both spellings, with the default of ``SearchFlags``."""
+    """Add an option, spelled with hyphens and with underscores, to ``parser``.
+
+    ``names`` are its names, the long one last; ``text`` is its help. The default is that of ``SearchFlags``.
+    """
     *short, long = names.split()
     dest = long.removeprefix("--").replace("-", "_")
     if _DEFAULTS[dest] is False:

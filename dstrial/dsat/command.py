@@ -103,11 +103,11 @@ def _search(settings: SearchConfig) -> int:
 def _make_backend(
     settings: SearchConfig, record: SearchRecord, master: Callable[[], ClusterBackend]
 ) -> Backend | RemoteSearch:
-    """Return the backend that will run the trials of a search with these settings.
+    """Return the backend that will run the trials of a search.
 
-    A search of a trial class by method ``predict`` runs as one trial on the master. This needs a machine with enough slots for a
-    trial; otherwise each trial is an experiment. ``master`` returns the backend of a Determined master; it is not called for a
-    search on this machine.
+    With ``--local``, trials run on this machine, and ``master`` is not called. On a master, method ``predict`` measures a trial
+    class inside one trial, if some agent has enough slots. Otherwise each measurement is an experiment. ``master`` returns the
+    backend of a Determined master.
     """
     if settings.flags.local:
         from dstrial.dsat.backends.local import LocalBackend
@@ -152,7 +152,7 @@ def _run(
 def _num_parallel(
     settings: SearchConfig, record: SearchRecord, backend: Callable[[], Backend | RemoteSearch]
 ) -> int:
-    """Return how many trials run at once; a resumed search keeps its first number."""
+    """Return how many trials may run at once; a resumed search reuses its number."""
     path = record.path / "parallel.json"
     if path.exists():
         return int(path.read_text())
@@ -189,9 +189,9 @@ def _inputs(
 def _train_best(
     settings: SearchConfig, record: SearchRecord, best: TrialResult, master: Callable[[], ClusterBackend]
 ) -> int:
-    """Train the best configuration on the master, or on this machine; return 0.
+    """Submit the training of the best configuration, or run it here; return 0.
 
-    On this machine, a launcher replaces this process; the function returns only if the training was already complete.
+    With ``--local``, a launcher replaces this process, so the function returns only if the training was already complete.
     """
     config = full_config(settings, best.candidate)
     path = record.path / "full_experiment.yaml"
@@ -215,7 +215,10 @@ def _train_best(
 
 
 def _train_here(settings: SearchConfig, path: Path, runs: list[RunDirectory]) -> NoReturn:
-    """Replace this process by a training that resumes the newest run with checkpoints."""
+    """Replace this process by a training with the experiment config ``path``.
+
+    The training resumes the first of ``runs`` that has a checkpoint. If none has, a new run starts.
+    """
     directory = path.parent / "runs"
     variables = {RUNS_DIR_VARIABLE: str(directory)}
     saved = next((run for run in runs if newest_checkpoint(run.checkpoints_path) is not None), None)
@@ -233,7 +236,11 @@ def _print_line(line: str) -> None:
 
 
 def _planned(flags: SearchFlags) -> tuple[dict[int, SearchConfig], list[str]]:
-    """Return (number of ranks -> settings, reasons why other numbers are refused)."""
+    """Return (number of ranks -> settings, reasons why other numbers are rejected).
+
+    Raises:
+        SearchError: the experiment suits no number of ``--slots``.
+    """
     planned: dict[int, SearchConfig] = {}
     refused: list[str] = []
     for num_slots in flags.slots or (None,):

@@ -152,7 +152,7 @@ def _slug(name: str) -> str:
 
 
 def _flag_problems(flags: SearchFlags) -> Iterator[ConfigProblem]:
-    """Yield problems of options that are wrong for every experiment."""
+    """Yield the problems of options that do not depend on the experiment."""
     if flags.start_profile_step > flags.end_profile_step:
         got, most = str(flags.start_profile_step), f"at most --end-profile-step ({flags.end_profile_step})"
         yield ConfigProblem("--start-profile-step", got, most, "Lower it, or raise --end-profile-step.")
@@ -206,7 +206,7 @@ def _experiment_problems(flags: SearchFlags, experiment: ExperimentConfig) -> It
 def _space_value_problems(flags: SearchFlags, space: Space) -> tuple[list[ConfigProblem], list[str]]:
     """Return (problems, warnings) about the values of ``--space`` and ``--tune``.
 
-    A path without a legal value is a problem. An illegal value beside legal ones is a warning.
+    If all values of a path are illegal, that is a problem. If only some are, each of them is a warning.
     """
     problems: list[ConfigProblem] = []
     warnings: list[str] = []
@@ -246,7 +246,7 @@ def _words(experiment: ExperimentConfig) -> list[str]:
 
 
 def _place(flags: SearchFlags, path: str) -> str:
-    """Return where the user has written the values of a path, for messages."""
+    """Return the source of a path's values for messages: ``--tune PATH`` or a file."""
     is_option = any(setting.startswith(f"{path}=") for setting in flags.tune)
     return f"--tune {path}" if is_option else f"{flags.space}: {path}"
 
@@ -254,8 +254,8 @@ def _place(flags: SearchFlags, path: str) -> str:
 def read_space(flags: SearchFlags, hyperparameters: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     """Read ``--space`` and ``--tune``; return dotted path -> values to try.
 
-    ``--space`` is a file in YAML or JSON. ``--tune KEY=V1,V2`` replaces the values that the file has for KEY. A path that begins
-    with ``hyperparameters.`` must name one of ``hyperparameters``.
+    ``--space`` is a file in YAML or JSON. ``--tune KEY=V1,V2`` replaces the values that the file has for KEY. A path that
+    begins with ``hyperparameters.`` must name one of ``hyperparameters``, those of the experiment.
     """
     given = {} if flags.space is None else read_yaml(Path(flags.space), f"--space {flags.space}").value
     if not isinstance(given, Mapping):
@@ -296,7 +296,10 @@ def _tuned(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def _as_size(value: Any) -> Any:
-    """Convert sizes that YAML reads as floats (1e9) or text (quoted) to integers."""
+    """Convert a number that YAML reads as text; make whole floats integers (1e9).
+
+    Floats below 1000 and values that are no numbers are returned unchanged.
+    """
     if isinstance(value, str):
         try:
             value = float(value)
@@ -309,14 +312,15 @@ def _as_size(value: Any) -> Any:
 
 
 def with_batch_sizes(experiment: ExperimentConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return (DeepSpeed config with numbers as batch sizes, warnings).
+    """Return (DeepSpeed config with batch sizes filled in, warnings).
 
-    A number in the config has priority, as in ``get_hf_args_with_overwrites``. For a Hugging Face Trainer, options in the
-    entrypoint come next. Hyperparameters of the same name (also below ``training_arguments``) follow. The Trainer's defaults come
-    last, with a warning.
+    Sizes that are missing or "auto" become numbers. The config is returned unchanged if the script uses neither Hugging Face's
+    Trainer nor Accelerate. Numbers in the config have priority. For a Trainer, options in the entrypoint come next.
+    Hyperparameters of the same name (also below ``training_arguments``) follow. The Trainer's defaults come last, with a
+    warning.
 
     Raises:
-        ConfigError: only the script knows the sizes; the message says what to write, and where.
+        ConfigError: only the script's code has the sizes, or an argument of the script is no valid size.
     """
     source = experiment.deepspeed
     assert source is not None
@@ -345,10 +349,10 @@ def with_batch_sizes(experiment: ExperimentConfig) -> tuple[dict[str, Any], tupl
 def _with_arguments(
     filler: AutoValues, experiment: ExperimentConfig, sizes: Mapping[str, Any], findings: Diagnostics
 ) -> tuple[AutoValues, tuple[str, ...]]:
-    """Return (copy of ``filler`` with batch sizes of the hyperparameters, warnings).
+    """Return (copy of ``filler`` with batch sizes from the hyperparameters, warnings).
 
-    Only those sizes are added that neither the DeepSpeed config nor the entrypoint gives. Each warning names a size for which
-    the Trainer's default is used.
+    Only sizes that neither the DeepSpeed config (``sizes``) nor the entrypoint sets are added. Each warning names a size for
+    which the Trainer's default is used.
     """
     where = f"{experiment.path}: entrypoint"
     arguments, problems, warnings = filler.arguments, [], []

@@ -323,7 +323,10 @@ class Driver:
         return max(_DEADLINE_FACTOR * max(expected_s), _MIN_DEADLINE_S)
 
     def _write_files(self) -> None:
-        """Write files with all trials and the best one; print a line if the disk is full."""
+        """Write ``trials.json`` and the files of the best configuration.
+
+        If they cannot be written, for example to a full disk, print a line instead of raising an exception.
+        """
         trials, settings = list(self.trials.values()), self._settings
         best = best_of(trials, settings.flags.metric)
         config, metrics, experiment = (self._record.path / name for name in BEST_NAMES)
@@ -392,8 +395,10 @@ def with_model_flops(
     """Return a measurement whose ``FLOPS_per_gpu`` is comparable within a search.
 
     All measurements of a search use the same FLOPs per record, so equal throughput gives equal ``FLOPS_per_gpu``. The FLOPs are
-    counted in the first measurement, else in a dry run (``flops_per_record``, on one rank), else estimated from the number of
-    parameters. ``like`` is an earlier result of this function; None for the first measurement.
+    counted in the first measurement, else in a dry run, else estimated from the number of parameters.
+
+    ``like`` is an earlier result of this function; None for the first measurement. ``flops_per_record`` is that of a dry run on
+    one rank; None without a dry run. Without a throughput, ``measured`` is returned unchanged.
     """
     throughput = measured.value("throughput")
     if not throughput:
@@ -417,9 +422,8 @@ def with_model_flops(
 def mismatch_with_request(measured: Measured, candidate: Candidate) -> Failure | None:
     """Return a failure if a trial used another batch or ZeRO stage than requested.
 
-    Returns None if it used the requested ones.
-
-    Trials with several engines are not checked: the request may apply to only one of the engines.
+    Returns None if the trial used the requested ones. Also returns None for a trial with several engines, because the request
+    may apply to only one of them.
     """
     if (measured.value("num_engines") or 1) > 1:
         return None

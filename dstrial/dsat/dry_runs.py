@@ -1,7 +1,8 @@
 """Dry-run the model of a search in child processes.
 
-A dry run executes one training step on fake tensors. Settings whose effect dsat computes do not change the compute graph. So one
-dry run serves all configurations that differ only in these. This module does not import torch.
+A dry run executes one training step on fake tensors. Some settings, such as ZeRO's, do not change the compute graph: dsat
+computes their effect by formulas. One dry run therefore serves all configurations that differ only in such settings. This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ _GROUPS_NOTE = "dry runs have no tensor- or sequence-parallel groups: set their 
 Target = Literal["cpu", "cuda"]
 """``cpu`` has one kind of memory; ``cuda`` has device and host memory."""
 RequestOf = Callable[[Structure], DryRunRequest]
-"""Returns the request to dry-run a configuration, given without its batch sizes."""
+"""Maps a configuration without batch sizes to the request for its dry run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GraphTraces:
-    """Results of the dry runs of a search's model, one per different compute graph."""
+    """Results of the dry runs of a search's model, one per distinct compute graph."""
 
     found: Mapping[str, ModelTrace] = dataclasses.field(default_factory=dict)  # by ``_graph_key``
     failures: Mapping[str, str] = dataclasses.field(default_factory=dict)  # key -> why there is no trace
@@ -46,7 +47,7 @@ class GraphTraces:
     notes: tuple[str, ...] = ()  # lines for the user
 
     def inputs(self, groups: ConfigGroups, *, is_cpu: bool = False) -> PredictInputs:
-        """Return the inputs of method ``predict``: dry runs with ZeRO's costs added."""
+        """Return inputs of method ``predict``: dry runs plus ZeRO's memory and traffic."""
         runs = {}
         for key, (structure, is_accumulating) in groups.representatives().items():
             trace = self.found.get(_graph_key(groups, structure))
@@ -69,7 +70,10 @@ def gather_inputs(
     deadline_s: float = DRY_RUNS_DEADLINE_S,
     print_line: Callable[[str], None] = lambda _line: None,
 ) -> PredictInputs:
-    """Dry-run the model of a search; return the inputs of method ``predict``."""
+    """Dry-run the model of a search; return the inputs of method ``predict``.
+
+    ``deadline_s`` limits all dry runs together. ``print_line`` gets lines for the user.
+    """
     groups = ConfigGroups(settings.space, is_cpu=target == "cpu")
     traces = trace_graphs(settings, groups, deadline_s=deadline_s, print_line=print_line)
     return traces.inputs(groups, is_cpu=target == "cpu")
@@ -84,8 +88,9 @@ def trace_graphs(
 ) -> GraphTraces:
     """Dry-run each compute graph on fake tensors; if all fail, on real tensors.
 
-    If these fail too, the result has no dry runs, and method ``asha`` replaces ``predict``. ``deadline_s`` limits all dry runs
-    together. ``print_line`` gets lines for the user.
+    If these fail too, the result has no dry runs, and method ``asha`` replaces ``predict``. Pipelines, and configs with tensor-
+    or sequence-parallel groups, are not dry-run; the result is then empty, too. ``deadline_s`` limits all dry runs together.
+    ``print_line`` gets lines for the user.
     """
     sizes = settings.space.sizes
     # A dry run has one rank: only one stage of a pipeline, and no tensor- or sequence-parallel groups.
@@ -127,7 +132,7 @@ def trace_space(
 ) -> GraphTraces:
     """Dry-run one configuration per compute graph, on real tensors if ``is_real``.
 
-    ``request_of`` returns the request to dry-run a configuration, which is given without its batch sizes.
+    ``request_of`` maps a configuration without batch sizes to the request for its dry run.
     """
     asked = _structures(groups)
     requests = [dataclasses.replace(request_of(structure), is_real=is_real) for structure in asked.values()]
@@ -146,20 +151,20 @@ def trace_space(
 
 
 def _structures(groups: ConfigGroups) -> dict[str, Structure]:
-    """Return a configuration per compute graph: graph key -> it without batch sizes."""
+    """Return :func:`_graph_key` -> a configuration of that graph, without batch sizes."""
     asked = reversed(groups.representatives().values())
     return {_graph_key(groups, structure): structure for structure, _ in asked}
 
 
 def _graph_key(groups: ConfigGroups, structure: Structure) -> str:
-    """Return a key that presumably stands for one compute graph."""
+    """Return a key; configurations that share it presumably have one compute graph."""
     return json.dumps(groups.unknown_settings(structure))
 
 
 def request_maker(settings: SearchConfig) -> RequestOf:
-    """Return a function that makes the request to dry-run a configuration.
+    """Return a function that makes the requests for dry runs of a search.
 
-    The function takes the configuration without its batch sizes.
+    It maps a configuration without batch sizes to the request for its dry run.
     """
     space, asked = settings.space, settings.flags.sample_batch
     shared: dict[str, Any] = {

@@ -43,7 +43,7 @@ class Place(Protocol):
         """Store the results of an ended search; trials may run until :meth:`close`.
 
         Args:
-            results: name -> text of the search's result files; a backend may store them with its trials.
+            results: the search's result files: name -> text. A backend that stores no results ignores them.
         """
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class Backend(Place, Protocol):
     """Runs the trials that a search in this process asks for; not thread-safe."""
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
-        """Start a trial, or take over an earlier one with the label of ``spec``.
+        """Start a trial, or take over an earlier trial that has the label of ``spec``.
 
         Returns:
             JSON values by which :meth:`adopt` finds the trial after a restart of the search.
@@ -84,8 +84,8 @@ class Backend(Place, Protocol):
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
         """Take over a trial that an earlier process of the same search started.
 
-        ``handle`` is what :meth:`start` returned in that process. Returns False if the trial is lost, so that the caller must
-        start it again.
+        ``handle`` is what :meth:`start` returned in that process. If the trial is lost, returns False, and the caller must call
+        :meth:`start` again.
         """
 
     def poll(self) -> list[Ended]:
@@ -95,4 +95,4 @@ class Backend(Place, Protocol):
         """Return the seconds since a trial got its slots; 0 while it waits for slots."""
 
     def kill(self, trial_id: int) -> None:
-        """Kill a trial; :meth:`poll` returns it only if it already has a result."""
+        """Kill a trial; :meth:`poll` may still return it if it has already measured."""

@@ -39,7 +39,7 @@ logger = logging.getLogger("dstrial.dsat")
 _POLL_PERIOD_S = 1.0  # between two polls of the experiments
 _RETRY_S = 2.0  # between two attempts to reach the master
 _LOG_WAIT_AFTER_S = 15.0  # a shorter wait for slots is not logged
-_NOTES_BEGIN = "Report of a search of dsat (JSON; do not edit):\n"  # of notes that dsat has written
+_NOTES_BEGIN = "Report of a search of dsat (JSON; do not edit):\n"  # first line of notes that dsat writes
 _T = TypeVar("_T")
 _UNAVAILABLE_STATUS = (502, 503, 504)  # HTTP status codes of a proxy whose master is unreachable
 _OUTAGE_ERRORS: tuple[type[Exception], ...] = (errors.BadRequestException, OSError)
@@ -179,7 +179,8 @@ class ClusterBackend:
     def publish(self, report: Callable[[], Mapping[str, Any]]) -> bool:
         """Write the report into an experiment's notes, unless a user has edited the notes.
 
-        Returns False if the master is unreachable and the caller should retry later, else True.
+        The experiment is that of :meth:`show_in`, else the first that this process submitted or found. Returns False if the
+        master is unreachable and the caller should retry later, else True.
         """
         experiment = self._report_experiment
         if experiment is None:
@@ -196,7 +197,7 @@ class ClusterBackend:
         return is_reachable
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Replace the report on the master's web page with the final results."""
+        """Replace the report in the experiment's notes with the final results."""
         try:
             if self._report_experiment is not None:
                 self.show_results(self._report_experiment, results)
@@ -208,7 +209,7 @@ class ClusterBackend:
         self._report_experiment = experiment
 
     def show_results(self, experiment: Experiment, results: Mapping[str, str]) -> None:
-        """Write ``results["report.json"]`` into an experiment's notes, for the web page."""
+        """Write ``results["report.json"]`` into an experiment's notes; ignore other files."""
         kept = {name: text for name, text in results.items() if name == "report.json"}
         self.retry_until_available(lambda: _set_notes(experiment, {"results": kept}))
 
@@ -217,7 +218,10 @@ class ClusterBackend:
             self.kill(trial_id)
 
     def create_full_experiment(self, config: Mapping[str, Any], search_id: str) -> int:
-        """Submit the full training, once per search; return the id of its experiment."""
+        """Submit the training of the best configuration; return the experiment's id.
+
+        If the search has already submitted this training and it was not canceled, return the id of that experiment instead.
+        """
         label = f"dsat-{search_id}-full"
         labels = [*(str(one) for one in config.get("labels") or []), label]
         found = self.retry_until_available(lambda: self.find(label))
@@ -228,7 +232,7 @@ class ClusterBackend:
     def create(
         self, config: dict[str, Any], label: str, texts: Mapping[str, str] | None = None
     ) -> Experiment:
-        """Submit an experiment exactly once, even if the master dies before it responds.
+        """Submit an experiment; create only one even if the master's response is lost.
 
         ``label`` must be in the config's ``labels``: a retry uses it to find an experiment that was already created. ``texts``
         are files to add to the experiment's context directory: name -> text.
@@ -269,7 +273,10 @@ class ClusterBackend:
         return [*files, *included]
 
     def find(self, label: str) -> Experiment | None:
-        """Return the newest experiment with a label; None if canceled or missing."""
+        """Return the newest experiment with a label; None if it was canceled or deleted.
+
+        None also if no experiment has the label.
+        """
         newest = max(self._labelled(label), key=lambda one: int(one.id), default=None)
         return None if newest is None or newest.state in _CANCELED_STATES else newest
 
@@ -277,7 +284,7 @@ class ClusterBackend:
         return [one for one in self.client.list_experiments(labels=[label]) if label in (one.labels or ())]
 
     def kill_experiment(self, experiment: Experiment) -> None:
-        """Kill an experiment; warn if the master is unreachable."""
+        """Kill an experiment; if the master is unreachable, only log a warning."""
         is_killed = False
         with self.tolerate_outage():
             experiment.kill()
@@ -294,7 +301,7 @@ class ClusterBackend:
         """Return the result of ``call``, retried while the master is unreachable.
 
         Raises:
-            KeyboardInterrupt: the process was asked to stop meanwhile.
+            KeyboardInterrupt: the constructor's ``should_stop`` returned true during an outage.
         """
         while True:
             answers: list[_T] = []
@@ -308,7 +315,11 @@ class ClusterBackend:
 
     @contextlib.contextmanager
     def tolerate_outage(self) -> Iterator[None]:
-        """Suppress and log errors of an unreachable master that the block raises."""
+        """Suppress errors of the block that mean an unreachable master; log the first.
+
+        Raises:
+            DstrialError: the login has expired.
+        """
         try:
             yield
         except errors.UnauthenticatedException as error:
@@ -334,7 +345,7 @@ class ClusterBackend:
 def _is_outage(error: Exception) -> bool:
     """Return whether an exception means that the master is unreachable.
 
-    Otherwise the master has rejected the request.
+    False means that the master has rejected the request, or that the error has another cause.
     """
     # Source: ``determined.common.api._session`` 0.38.1, which also raises exceptions of ``requests``; these are OSErrors.
     if isinstance(error, errors.APIException):
@@ -374,24 +385,27 @@ def _outcome_of(submitted: _Submitted, num_slots: int) -> Outcome | None:
 
 
 def _is_running(trials: Sequence[Trial]) -> bool:
-    """Return whether an experiment's only trial has its slots."""
+    """Return whether an experiment's only trial exists and has its slots."""
     return bool(trials) and trials[0].state.value in _RUNNING_STATES
 
 
 def last_lines(trials: Sequence[Trial]) -> list[str]:
-    """Return the last 400 log lines of an experiment's only trial."""
+    """Return the last 400 log lines of an experiment's only trial; [] without a trial."""
     return list(trials[0].iter_logs(tail=400)) if trials else []
 
 
 class SlotWaits:
-    """Logs why an experiment waits for slots, once for each reason."""
+    """Logs why an experiment waits for slots, whenever the reason changes."""
 
     def __init__(self) -> None:
         self._since_s = time.monotonic()
         self._logged = ""
 
     def log(self, experiment: Experiment, trials: Sequence[Trial], num_slots: int) -> None:
-        """Log a pause at once, and other reasons after 15 seconds."""
+        """Log that the experiment is paused or, after 15 seconds, that it is queued.
+
+        ``num_slots`` is the number of slots for which the experiment waits.
+        """
         number, is_paused = experiment.id, experiment.state is ExperimentState.PAUSED
         if _is_running(trials) or experiment.state not in _WAITING_STATES:
             self._since_s, self._logged = time.monotonic(), ""
@@ -411,7 +425,7 @@ def _file(name: str, text: str) -> bindings.v1File:
 
 
 def notes_of(fields: Mapping[str, Any]) -> str:
-    """Return a text for an experiment's notes with ``fields`` as JSON."""
+    """Return ``fields`` as JSON below a first line that :func:`is_report` recognizes."""
     return _NOTES_BEGIN + json.dumps(fields)
 
 

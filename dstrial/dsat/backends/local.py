@@ -57,9 +57,10 @@ class _Launcher:
 
 
 class LocalBackend:
-    """Starts a launcher per trial, and writes the output of its ranks to a file.
+    """Starts a launcher per trial, and writes the output of the ranks to a file.
 
-    A launcher is a process that starts the ranks. The kernel kills launchers, and thereby their ranks, when this process ends.
+    A launcher is a process that starts the ranks of a trial. When this process ends, the kernel kills the launchers and thereby
+    their ranks.
     """
 
     num_parallel = 1
@@ -76,18 +77,20 @@ class LocalBackend:
         return f"this machine, {self._settings.num_slots} rank(s) per trial, without a master"
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
-        """Queue a trial; return the number of its attempt, which :meth:`adopt` needs.
+        """Queue a trial; return ``{"attempt": number}`` for :meth:`adopt`.
 
-        The trial begins at the next :meth:`poll`, after the caller has recorded the attempt.
+        The number counts the starts of this trial, from 1. The next :meth:`poll` starts the trial; by then the caller must have
+        recorded the attempt.
         """
         self._waiting.append(spec)
         return {"attempt": self._attempts.get(spec.trial_id, 0) + 1}
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
-        """Return whether a trial that ran when its search was killed has an outcome.
+        """Return whether :meth:`poll` will return an outcome of an interrupted trial.
 
-        The outcome is the result that the trial's ranks wrote. If there is none, False lets the search repeat the trial once. If
-        the search was killed twice during the trial, the outcome is that the host ran out of memory.
+        The trial ran when its search was killed. If its ranks wrote a result, that is the outcome. Otherwise, after the first
+        attempt, returns False, and the search starts the trial again. After two attempts the outcome is ``HOST_OOM``, the
+        likely reason why the search was killed twice.
         """
         self._attempts[spec.trial_id] = attempts = int(handle.get("attempt") or 0)
         if (measured := self._result_of(spec.trial_id)) is not None:
@@ -139,7 +142,7 @@ class LocalBackend:
     # ---- machinery -------------------------------------------------------------------------------
 
     def output_of(self, trial_id: int) -> str:
-        """Return the output of a trial's launcher and ranks."""
+        """Return the output of a trial's launcher and ranks; empty before the start."""
         path = self._record.trial_path(trial_id) / "output.log"
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 

@@ -1,7 +1,7 @@
 """Run a whole search inside one trial on a master, and copy the search's events.
 
 The trial's context directory has a file with the command line, the experiment and the events so far. The trial reports further
-events as rows of metrics (group ``dsat``), which the submitting command appends to its own journal (file of events).
+events as rows of metrics (group ``dsat``). The submitting command appends these events to its own file ``events.jsonl``.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class SearchOnMaster:
         return f"{self._master.describe()}, all in one trial"
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the search's events since the last call; submit the search if none runs.
+        """Return the search's events since the last call; submit the search if needed.
 
         Before the next call, the caller must append these events to the constructor's ``record``. A search that is submitted
-        again resumes from there.
+        again resumes from the events in ``record``.
         """
         if self._experiment is None and not self._find():
             if self._position:
@@ -82,7 +82,11 @@ class SearchOnMaster:
         return True
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Wait until the trial has stored its results; on timeout, publish ``results``."""
+        """Wait until the trial has ended and stored its results in a checkpoint.
+
+        If the trial does not report the end of the search within 20 s, write ``results`` into the experiment's notes. Otherwise
+        wait at most 60 s more.
+        """
         if self._experiment is None:
             self._find()
         if self._wait(_FINISH_TIMEOUT_S, lambda: self._has_finished):
@@ -99,7 +103,10 @@ class SearchOnMaster:
     # ---- machinery -------------------------------------------------------------------------------
 
     def _wait(self, timeout_s: float, condition: Callable[[], bool]) -> bool:
-        """Read events until a condition holds or time is up; return whether it holds."""
+        """Poll until ``condition`` returns true; return False after ``timeout_s``.
+
+        Events that arrive meanwhile are dropped.
+        """
         give_up_at_s = time.monotonic() + timeout_s
         while not (is_met := condition()) and time.monotonic() < give_up_at_s:
             self._read_events()
@@ -125,7 +132,9 @@ class SearchOnMaster:
         logger.info("experiment %d searches", self._experiment.id)
 
     def _restart(self) -> None:
-        """Submit the search again if its experiment ended before this command; else raise.
+        """Submit the search again after its experiment has ended.
+
+        This is done if the experiment ended before this command found it, or finished with a smaller time budget.
 
         Raises:
             SearchError: the experiment ended unexpectedly while this command followed it.
@@ -163,7 +172,7 @@ class SearchOnMaster:
         return {SEARCH_FILE: json.dumps(search)}
 
     def _read_events(self) -> list[dict[str, Any]]:
-        """Return new events of the trial; none within half a second of the last read."""
+        """Return new events of the trial; [] within half a second of the last request."""
         # The experiment's state is read before the events, so that no event of an ended trial is missed.
         experiment, found = self._experiment, []
         if experiment is None or self._is_ended or time.monotonic() < self._next_poll_s:

@@ -1,4 +1,4 @@
-"""Experiment configs and command lines of a search's trials and full training."""
+"""Configs and commands of a search's trials and of the final, full training."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TrialSpec:
 
 
 def measuring_spec(settings: SearchConfig, candidate: Candidate, trial_id: int, search_id: str) -> TrialSpec:
-    """Return a trial that measures ``candidate``: ``single``, without restarts."""
+    """Return the spec of a trial that measures ``candidate`` and is never restarted."""
     flags = settings.flags
     num_batches = _MAX_BATCHES if settings.trial else max(flags.end_profile_step + 1, _MAX_STEPS)
     measuring: dict[str, Any] = {
@@ -88,10 +88,9 @@ def measuring_spec(settings: SearchConfig, candidate: Candidate, trial_id: int, 
 
 
 def search_config(settings: SearchConfig, search_id: str) -> TrialSpec:
-    """Return the trial that runs a whole search: a ``single`` experiment.
+    """Return the spec of the one trial that runs a whole search.
 
-    The experiment has the user's ``max_restarts``, which limits restarts of this trial. It does not limit those of ranks that the
-    search starts in the trial.
+    The user's ``max_restarts`` limits the restarts of this trial. The measurements that run inside it are never restarted.
     """
     label = f"dsat-{search_id}-search"
     does = "measures one configuration after the other"
@@ -102,12 +101,12 @@ def search_config(settings: SearchConfig, search_id: str) -> TrialSpec:
 
 
 def measured_config(settings: SearchConfig) -> dict[str, Any]:
-    """Return the user's experiment config without keys of a full training."""
+    """Return the user's experiment config without ``_TRAINING_KEYS``."""
     return {key: value for key, value in copy.deepcopy(settings.written).items() if key not in _TRAINING_KEYS}
 
 
 def full_config(settings: SearchConfig, candidate: Candidate) -> dict[str, Any]:
-    """Return the experiment config of a full training with these settings."""
+    """Return the user's experiment config with the settings of ``candidate``."""
     config = copy.deepcopy(settings.written)
     config["hyperparameters"] = _hyperparameters(settings, candidate)
     return _with_pipeline_stages(config, settings, candidate)
@@ -147,7 +146,7 @@ def _with_pipeline_stages(
 def training_command(settings: SearchConfig, config_path: str, python: str) -> list[str]:
     """Return the command that trains or measures an experiment on this machine.
 
-    ``config_path`` is the experiment config; ``python`` is the interpreter.
+    ``config_path`` is the path of the experiment config; ``python`` is that of the interpreter.
     """
     launch = [python, "-m", _LAUNCHER, "--slots", str(settings.num_slots)]
     launch += ["--config", config_path, "--context-dir", "."]
@@ -159,7 +158,7 @@ def training_command(settings: SearchConfig, config_path: str, python: str) -> l
 
 
 def python_words(entrypoint: str | Sequence[str] | None) -> list[str]:
-    """Return script and arguments of an entrypoint, without ``python`` and a launcher."""
+    """Return an entrypoint's script and its arguments, without Python and launcher."""
     words = shlex.split(entrypoint) if isinstance(entrypoint, str) else list(entrypoint or [])
     for idx in range(len(words) - 1):
         if words[idx] == "-m" and words[idx + 1] in _LAUNCH_MODULES:

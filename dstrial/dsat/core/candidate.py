@@ -34,9 +34,9 @@ class Candidate:
     is_own: bool = False  # the user's own configuration, without changes
 
     def overwrite(self) -> dict[str, Any]:
-        """Return this configuration's changes to the user's DeepSpeed config, nested.
+        """Return the changes to the user's DeepSpeed config, as nested dictionaries.
 
-        For the user's own configuration these are only the batch sizes.
+        If ``is_own`` is true, they are only the batch sizes.
         """
         result: dict[str, Any] = {
             "train_batch_size": self.batch.train_batch_size,
@@ -53,7 +53,7 @@ class Candidate:
         return result
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Return the trial hyperparameters that this configuration changes, nested."""
+        """Return the changed hyperparameters of the trial, as nested dictionaries."""
         result: dict[str, Any] = {}
         for path, value in self.settings:
             if path.startswith(HYPERPARAMETERS):
@@ -79,7 +79,7 @@ class Candidate:
 
 
 def set_path(target: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value at a dotted path of nested dictionaries, and add missing ones."""
+    """Set the value at a dotted path; create the nested dictionaries that are missing."""
     *above, last = path.split(".")
     for part in above:
         inner = target.get(part)
@@ -90,7 +90,10 @@ def set_path(target: dict[str, Any], path: str, value: Any) -> None:
 
 
 def layered(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return merged nested mappings; values of ``above`` have priority, also if None."""
+    """Return a new dictionary with two nested mappings merged.
+
+    A value of ``above`` replaces that of ``below``, even with None.
+    """
     result = dict(below)
     for key, value in above.items():
         known = result.get(key)
@@ -104,7 +107,7 @@ def layered(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 def changes_in_words(
     candidate: Candidate, effective: Mapping[str, Any], hyperparameters: Mapping[str, Any]
 ) -> list[str]:
-    """Return a configuration's changes to the user's own one as ``key=value`` texts.
+    """Return the settings that differ from the user's, as ``key=value`` texts.
 
     ``effective`` is the user's DeepSpeed config with defaults filled in; ``hyperparameters`` are those of the user's experiment.
     """
@@ -131,8 +134,8 @@ class BatchSizeGrid:
     """The micro batch sizes that a search may try, in ascending order.
 
     A *position* is the index of a size, from 0. With a fixed ``train_batch_size``, the sizes are the divisors of
-    ``train_batch_size / replicas``. If it is None, every size up to 4096 is allowed. Then the global batch size is the micro
-    batch size times ``accumulation`` times ``replicas``.
+    ``train_batch_size / replicas``. If ``train_batch_size`` is None, every size up to 4096 is allowed. The global batch size is
+    then the micro batch size times ``accumulation`` times ``replicas``.
     """
 
     def __init__(self, train_batch_size: int | None, replicas: int, accumulation: int) -> None:
@@ -152,7 +155,7 @@ class BatchSizeGrid:
         return _LARGEST_FREE_MICRO_BATCH - 1 if self.is_free else len(self._splits) - 1
 
     def split(self, position: int) -> BatchSplit:
-        """Return the batch sizes with the micro batch size at this index."""
+        """Return the batch sizes whose micro batch size has the index ``position``."""
         if not self.is_free:
             return self._splits[position]
         micro = position + 1

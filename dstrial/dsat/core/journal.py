@@ -14,8 +14,8 @@
 
 Events are ``inputs`` (of method ``predict``), ``submitted`` (trial, candidate, handle), ``result`` (trial, outcome, seconds),
 ``interrupted`` (signal) and ``finished`` (reason; all processes of the search have ended). Events copied from a trial on a
-master have their ``position`` in the trial's journal. Methods are deterministic: replaying results in order requests
-the same trials again.
+master also have the field ``position``: their number in the trial's journal. Methods are deterministic: replaying results in
+order requests the same trials again.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # ``OSError.errno`
 SEARCH_FILE = "dsat_search.json"
 """File in the context directory of a trial that runs a whole search: the flags, and the events so far."""
 EVENTS_GROUP = "dsat"
-"""Metric group in which such a trial reports events; ``steps_completed`` is the index of an event in its journal."""
-BEST_NAMES = ("best_ds_config.json", "best_ds_metrics.json", "best_experiment.yaml")  # files of the best one
+"""Metric group of a search's events; ``steps_completed`` is the number of the event in the journal of the search's trial."""
+BEST_NAMES = ("best_ds_config.json", "best_ds_metrics.json", "best_experiment.yaml")  # of the best trial
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,7 +116,11 @@ class SearchRecord:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Lock the search while the block runs; raise LaunchError if it is locked."""
+        """Lock the search while the block runs.
+
+        Raises:
+            LaunchError: another process has locked the search.
+        """
         descriptor = os.open(self.path / "search.lock", os.O_RDWR | os.O_CREAT, 0o666)
         os.set_inheritable(descriptor, True)  # with --run-full-experiment the process becomes a launcher
         try:
@@ -160,7 +164,7 @@ class SearchStatus:
 def is_final(event: Mapping[str, Any], budget_s: float | None) -> bool:
     """Return whether a ``finished`` event ends the search for good.
 
-    A search that has spent its time budget continues if the new ``budget_s`` (seconds; None: no limit) is larger.
+    False if the search ended because its time budget was spent, and the new ``budget_s`` (seconds; None: no limit) is larger.
     """
     spent_s = event.get("budget_s")
     return spent_s is None or (budget_s is not None and budget_s <= spent_s)

@@ -158,7 +158,8 @@ def score(outcome: Outcome, metric: str) -> float | None:
 def classify(text: str, *, phase: str = "") -> Failure:
     """Return the failure described by a traceback or by the last lines of a log.
 
-    An assertion raised in DeepSpeed means a rejected configuration if ``phase`` is ``init`` or unknown, else a user error.
+    ``phase`` is that of the failure (``Failure.phase``), empty if unknown. An ``AssertionError``, ``ValueError`` or
+    ``NotImplementedError`` from DeepSpeed means a rejected configuration in phase ``init`` or unknown, else a user error.
     """
     lines = [line for line in text.strip().splitlines() if line.strip()]
     message = next(
@@ -203,9 +204,9 @@ def failure_line(failure: Failure) -> str:
 def failure_from_log(lines: Sequence[str], *, exit_code: int | None = None) -> Failure:
     """Return the failure that the output of a trial's ranks describes.
 
-    ``lines`` are the output of all ranks. Lines by which a rank reports its failure have priority over other text. A lost
-    connection counts only if there is no other failure, because another rank's failure may have caused the loss. SIGKILL is taken
-    as a kill by the kernel for lack of memory.
+    ``lines`` are the output of all ranks; ``exit_code`` is that of the launcher, None if unknown. Lines by which a rank reports
+    its failure (:func:`failure_line`) have priority over other text. A lost connection counts only without another failure,
+    because another rank's failure may have caused it. SIGKILL means ``HOST_OOM``.
     """
     lines = [_MASTERS_PREFIX.sub("", line) for line in lines]
     failures: list[Failure] = []
@@ -277,7 +278,8 @@ class TrialResult:
 def mean_of(many: Sequence[Measured]) -> Measured:
     """Return the mean of repeated measurements of one configuration.
 
-    Its ``half_width`` is that of the mean's 95 % interval: smaller if the measurements agree, larger if they differ.
+    The result's ``half_width`` is the relative half-width of the mean's 95 % interval. The half-width shrinks with the number
+    of measurements and grows with their spread.
     """
     metrics = {
         name: statistics.fmean(known)
@@ -293,7 +295,8 @@ def mean_of(many: Sequence[Measured]) -> Measured:
 def with_means(trials: Sequence[TrialResult]) -> list[TrialResult]:
     """Return the trials, with repeated measurements of a configuration merged.
 
-    The merged trial is the first of them, with the mean of their metrics and the sum of their seconds.
+    A merged trial is the first of the repeats, with mean metrics and summed seconds. Trials without a measurement stay as they
+    are.
     """
     repeats: dict[Candidate, list[TrialResult]] = {}
     for trial in trials:
@@ -316,8 +319,8 @@ def with_means(trials: Sequence[TrialResult]) -> list[TrialResult]:
 def best_of(trials: Sequence[TrialResult], metric: str) -> TrialResult | None:
     """Return the trial with the best metric; None if nothing was measured.
 
-    Repeated measurements of a configuration count as one, with their mean. If the best gains at most 1 % (``TIE``) over the
-    user's own configuration, the trial of the user's own is returned.
+    Repeated measurements of a configuration count as one trial with their mean. A gain of at most 1 % (``TIE``) over the user's
+    own configuration does not count: the trial of the user's own configuration is then returned.
     """
     scored = [(value, trial) for trial in with_means(trials) if (value := trial.score(metric)) is not None]
     if not scored:
@@ -340,7 +343,7 @@ def gain_over(best: TrialResult | None, own: TrialResult | None, metric: str) ->
 
 
 def relative_gain(value: float, own: float) -> float:
-    """Return the relative gain of score ``value`` over ``own``; 0.1 is 10 % better.
+    """Return the relative gain of score ``value`` over score ``own``; 0.1 is 10 %.
 
     A score (see :func:`score`) of a time is negative, because a shorter time is better.
     """

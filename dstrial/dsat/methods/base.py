@@ -52,13 +52,13 @@ class Observation:
 class ConfigSearch(Protocol):
     """Interface of a search method, which decides what to measure next.
 
-    The caller must call ``on_result`` once for every ``Measure``, in any order. Equal sequences of calls return equal actions.
-    After ``Finish``, a method returns no more actions.
+    The caller must call ``on_result`` exactly once for every ``Measure``, in any order. Equal sequences of calls return equal
+    actions. After ``Finish``, a method returns no more actions.
     """
 
     @property
     def forecasts(self) -> Mapping[int, Mapping[str, Any]]:
-        """Trial id -> what was predicted before the trial ran, as JSON values."""
+        """Trial id -> prediction made before the trial ran, as JSON values; may be empty."""
 
     def start(self) -> list[Action]:
         """Return the first actions; called once, before any ``on_result``."""
@@ -80,8 +80,8 @@ class MethodOptions:
     search_range_factor: float = (
         1.0  # multiplies the first estimate of the largest micro batch (binary, asha)
     )
-    trials_per_random_config: int = 5  # most trials with the same settings (random)
+    trials_per_random_config: int = 5  # maximum number of trials with the same settings (random)
     max_rungs: int = 5  # number of ASHA's rungs
     min_binary_search_trials: int = 3  # trials with the same settings in the lowest rung, ASHA's *r*
-    divisor: int = 2  # one of so many settings is promoted to the next rung, ASHA's *eta*
+    divisor: int = 2  # 1 / divisor of the settings is promoted to the next rung, ASHA's *eta*
     asha_early_stopping: int = 0  # number of lowest rungs that are left out, ASHA's *s*

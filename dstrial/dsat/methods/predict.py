@@ -1,8 +1,8 @@
 """Method ``predict``: measure only configurations that are predicted to be fast.
 
 Configurations of one *group* have the same ZeRO stage and the same offload devices. They also have the same values of those
-``--space`` keys whose effect is unknown. A *structure* is a configuration without its batch sizes. docs/explanation/dsat-model.md
-has the equations.
+``--space`` keys whose effect no formula predicts. A *structure* is a configuration without its batch sizes.
+docs/explanation/dsat-model.md has the equations.
 """
 
 from __future__ import annotations
@@ -90,9 +90,8 @@ class PredictSearch:
     def _learn_failure(self, candidate: Candidate, kind: FailureKind) -> None:
         """Exclude the settings of a failed configuration from the search.
 
-        A kind of configurations has one stage, one offloading and equal settings of unknown effect. After two failures of a kind
-        of which nothing has run, the whole kind is excluded. A device's out-of-memory error and a first communication error
-        exclude nothing.
+        If two settings of a group (see the module's docstring) fail and none has run, the whole group is excluded. A device's
+        out-of-memory error excludes nothing; nor does the first communication error of a configuration.
         """
         failed = [one for one in self.observations.values() if isinstance(one.outcome, Failure)]
         is_first = sum(one.candidate == candidate for one in failed) == 1
@@ -120,12 +119,14 @@ class PredictSearch:
         return sorted(found, key=lambda one: one[1])
 
     def incumbent(self) -> tuple[Candidate, float] | None:
-        """Return (best configuration, its mean cost); None before any has run."""
+        """Return (best measured configuration, its mean cost); None without a measurement."""
         return next(((candidate, cost) for candidate, cost, _ in self._costs()), None)
 
     def _num_since_progress(self) -> int:
-        """Return the number of measurements since the best cost last improved by 0.5 %."""
-        # The first measurement of each group does not count.
+        """Return the number of measurements since the best cost last improved by 0.5 %.
+
+        The first measurement of each group is not counted.
+        """
         number, best = 0, math.inf
         groups: set[tuple[Any, ...]] = set()
         for candidate, outcome in self.predictor.outcomes:
@@ -170,7 +171,7 @@ class PredictSearch:
                 return [*actions, *self._finish(self._reason())]
 
     def _ranked(self, best: tuple[Candidate, float] | None, is_open: Sequence[Candidate]) -> list[Prediction]:
-        """Return predictions of configurations worth a measurement, the best first.
+        """Return predictions of the configurations to measure next, the best first.
 
         ``best`` is the best measured configuration with its cost; ``is_open`` are configurations whose trials still run.
         """
@@ -201,7 +202,10 @@ class PredictSearch:
         return [one for one, _ in pairs if self._may_measure(one.candidate, tried)]
 
     def _worths(self, found: Sequence[Prediction], cost: float) -> Iterator[tuple[Prediction, float]]:
-        """Yield (prediction, its worth), given ``cost``, the best measured cost."""
+        """Yield each prediction of ``found`` with its :func:`worth`.
+
+        The worth is doubled if the group has not run with a similar micro batch. ``cost`` is the best measured cost.
+        """
         failures = [one.outcome for one in self.observations.values() if isinstance(one.outcome, Failure)]
         num_failed = sum(failure.kind is FailureKind.DEVICE_OOM for failure in failures)
         sizes: dict[tuple[Any, ...], list[int]] = {}
@@ -226,9 +230,9 @@ class PredictSearch:
         return positions_near(self.space, [one.batch for one in self._measured()])
 
     def _contender(self) -> Candidate | None:
-        """Return one of the best configurations, to measure it again; None to end.
+        """Return one of the best configurations to measure again; None if there is none.
 
-        Only with ``--thorough``, and only while noise does not separate the configuration from the best.
+        Repeats are made only with ``--thorough``, while noise hides which of the best three configurations is the best.
         """
         num_tried = Counter(one.candidate for one in self.observations.values())  # failures, too
         num_repeats = num_tried.total() - len(num_tried)
@@ -275,8 +279,8 @@ def _why(prediction: Prediction, best: tuple[Candidate, float] | None) -> str:
 def _is_unsure(best: tuple[Candidate, float, float], other: tuple[Candidate, float, float]) -> bool:
     """Return whether more measurements are needed to compare two configurations.
 
-    Each argument is (configuration, mean cost, relative half-width of the mean). More are needed if the 95 % interval of the
-    costs' difference contains 0, and also more than a tie (1 %).
+    Each argument is (configuration, mean cost, relative half-width of the mean). More measurements are needed if the 95 %
+    interval of the relative difference contains 0 and reaches beyond 1 % (``TIE``).
     """
     difference, half_width = other[1] / best[1] - 1, math.hypot(best[2], other[2])
     return difference - half_width <= 0 and difference + half_width > TIE
@@ -300,8 +304,8 @@ def worth(prediction: Prediction, cost: float, num_failed: int = 0) -> float:
 class Acquisition:
     """Finds configurations that may be worth a measurement.
 
-    For each combination of ZeRO stage, offloading and settings of unknown effect, a coordinate descent runs. It changes one other
-    setting at a time while the predicted cost falls. All configurations that it visits are proposed.
+    A coordinate descent runs in each group (see the module's docstring). It changes one setting at a time, and the micro batch
+    size, while the predicted cost falls. All configurations that the descents visit are proposed.
     """
 
     def __init__(self, predictor: Predictor) -> None:
@@ -341,7 +345,7 @@ class Acquisition:
     def _descend(self, starts: Iterable[Structure], cost: float | None) -> Structure | None:
         """Return the settings at which a descent from the best of ``starts`` ends.
 
-        None if no configuration on the way is likely to reach ``cost``, the best measured cost.
+        None if ``cost``, the best measured cost, is out of reach, or none of ``starts`` has a prediction.
         """
         places = [
             one for start in dict.fromkeys(starts) if (one := self._best_micro_batch(start)) is not None
@@ -361,9 +365,9 @@ class Acquisition:
         return None if at is None else structure_of(at[0].candidate)
 
     def _best_micro_batch(self, structure: Structure) -> _Place | None:
-        """Return (prediction of these settings with the best micro batch size, its index).
+        """Return (prediction, index) of the best micro batch size for ``structure``.
 
-        None if the settings are illegal, or were not dry-run.
+        The index is a position in the list of allowed sizes. None if the settings are illegal, or were not dry-run.
         """
         if not self._groups.is_legal(structure):
             return None
@@ -372,10 +376,10 @@ class Acquisition:
         return min(fitting, key=lambda one: one[0].cost, default=None)
 
     def _move(self, at: Prediction, idx: int, stds: float) -> _Place | None:
-        """Return the best change of a setting, of the micro batch, or of both.
+        """Return (prediction, index of its micro batch size) after the best change.
 
-        ``at`` and ``idx`` are the current prediction and the index of its micro batch size. Costs are compared ``stds`` standard
-        deviations below their medians. None if no change lowers the cost.
+        A change is one of a setting, of the micro batch size, or of both. ``at`` and ``idx`` are the prediction and the index
+        before it. Costs are compared ``stds`` standard deviations below their medians. None if no change lowers the cost.
         """
         structure = structure_of(at.candidate)
         others = self._groups.moves(structure, self._predictor.num_params)

@@ -29,7 +29,7 @@ _GROWING = {knob.path for knob in KNOBS if knob.grows_memory}  # keys of which l
 class Lineage:
     """The trials of one random choice of ZeRO stage and settings.
 
-    They differ in the micro batch size, which is given by its *position*: its index in ``Space.batch_size_grid``.
+    The trials differ in the micro batch size. A *position* is the index of a size in ``Space.batch_size_grid``.
     """
 
     idx: int
@@ -44,7 +44,7 @@ class Lineage:
     is_open: bool = False  # one of its trials is being measured
 
     def best(self, last_rung: int) -> float | None:
-        """Return the best score of trials up to rung ``last_rung``; None if unmeasured."""
+        """Return the best score of trials in rungs 0 to ``last_rung``; None without any."""
         scores = [value for _, value, rung in self.history if value is not None and rung <= last_rung]
         return max(scores, default=None)
 
@@ -95,7 +95,8 @@ class BinarySearch:
     def learn(self, lineage: Lineage, position: int, value: float | None) -> None:
         """Narrow the range of micro batch sizes of a lineage after one of its trials.
 
-        ``position`` is the index of the trial's micro batch size; ``value`` is its score, None if it ran out of memory.
+        ``position`` is the index of the trial's micro batch size; ``value`` is the trial's score, None if the trial ran out of
+        memory.
         """
         if value is None:
             lineage.high = position - 1
@@ -137,8 +138,9 @@ class BinarySearch:
     def ceiling(self, stage: int) -> int:
         """Return the index of the largest micro batch size that may fit with a ZeRO stage.
 
-        The size is estimated from the first measurement, and multiplied by ``search_range_factor``. Without an estimate, it is
-        the largest size. If the global batch size may change, it is then twice the user's own micro batch.
+        The size is estimated from the first measurement, and multiplied by ``search_range_factor``. Without an estimate, the
+        result is the index of the largest size. If the global batch size may change, twice the user's micro batch then serves
+        as the estimate.
         """
         sizes = self.space.batch_size_grid
         guess = None if self.info is None else largest_micro_batch(self.info, stage, self.space)
@@ -150,7 +152,7 @@ class BinarySearch:
         return self.space.first_position(highest)
 
     def new_lineage(self, stages: tuple[int, ...]) -> Lineage:
-        """Draw one of ``stages`` and settings; return the lineage of their trials."""
+        """Draw a ZeRO stage from ``stages``, and settings; return a new lineage for them."""
         stage = stages[self.random.integer_below(len(stages))]
         low, high = self.new_range(stage)
         structure = self.space.draw(self.random, stage, self._num_params)
@@ -181,7 +183,11 @@ class BinarySearch:
         return Measure(trial_id, candidate, why)
 
     def _begin(self, trial_id: int, outcome: Outcome) -> list[Action]:
-        """Return the actions after the first trial, the user's configuration."""
+        """Return the actions after the first trial, which has the user's configuration.
+
+        If that trial ran out of memory, its ZeRO stage and settings are measured with the smallest micro batch. Any other
+        failure, or a second one, ends the search.
+        """
         if isinstance(outcome, Measured):
             self.info = ModelInfo.from_measured(outcome)
             return self._fill()
@@ -193,7 +199,7 @@ class BinarySearch:
         return self._finish(f"error in the first trial ({outcome.kind.value}). {NEED_SMALLEST}")
 
     def _fill(self) -> list[Action]:
-        """Return measurements until ``num_parallel`` trials run, or the end of the search."""
+        """Return measurements until ``num_parallel`` trials run; if none is left, the end."""
         actions: list[Action] = []
         num_open = sum(observation.outcome is None for observation in self.observations.values())
         for _ in range(_MAX_SKIPPED):
@@ -219,10 +225,11 @@ class BinarySearch:
         return [*actions, *self._finish(reason)]
 
     def _known_outcome(self, candidate: Candidate) -> Outcome | None:
-        """Return the outcome of a candidate that need not be measured; None to measure it.
+        """Return the outcome of a candidate without measuring it; None if unknown.
 
-        Such a candidate is illegal, or equals one that was or is being measured. It may also need at least the memory of one that
-        ran out of memory.
+        If an equivalent candidate has been measured, the outcome is the earlier one. The outcome is a failure if the candidate
+        is illegal or is being measured. It is also one if the candidate needs at least the memory of one that ran out of
+        memory.
         """
         reason = self.space.illegal_reason(candidate)
         if reason is not None:
@@ -264,9 +271,9 @@ def needs_no_less_memory(candidate: Candidate, other: Candidate, space: Space) -
 class AshaSearch(BinarySearch):
     """Binary searches over micro batches, under asynchronous successive halving.
 
-    The resource of a lineage (the trials with the same settings) is its number of trials. Rung *i* is complete after *r* x *eta*
-    ^ (*s* + *i*) trials (``min_binary_search_trials``, ``divisor``, ``asha_early_stopping``), or when the range is empty. The
-    best 1 / *eta* of the lineages that completed a rung are promoted.
+    The resource of a lineage (the trials with the same settings) is its number of trials. Rung *i* is complete after *r* x
+    *eta* ^ (*s* + *i*) trials, or when no micro batch is left to try. *r*, *eta* and *s* are ``min_binary_search_trials``,
+    ``divisor`` and ``asha_early_stopping``. The best 1 / *eta* of the lineages that completed a rung are promoted.
     """
 
     def choose(self) -> Lineage:
@@ -280,16 +287,16 @@ class AshaSearch(BinarySearch):
         return f"lineage {lineage.idx + 1}, rung {lineage.rung}"
 
     def is_complete(self, lineage: Lineage) -> bool:
-        """Return whether settings have had all trials of their rung."""
+        """Return whether a lineage has had all trials of its rung, or gets no more."""
         return lineage.is_closed or len(lineage.history) >= self.trials_of(lineage.rung)
 
     def trials_of(self, rung: int) -> int:
-        """Return the number of trials with the same settings that complete a rung of ASHA."""
+        """Return the total number of trials after which a lineage completes a rung."""
         options = self.options
         return int(options.min_binary_search_trials * options.divisor ** (options.asha_early_stopping + rung))
 
     def _promote(self) -> Lineage | None:
-        """Promote the best lineage that may rise to the next rung; return it or None."""
+        """Promote the best lineage that is due, and return it; None if none is due."""
         for rung in reversed(range(self.options.max_rungs - 1)):
             finished = [
                 lineage
@@ -308,13 +315,13 @@ class AshaSearch(BinarySearch):
 
 
 class RandomConfigSearch(BinarySearch):
-    """Draws ZeRO stages and settings at random, and micro batches near mid-range.
+    """Draws ZeRO stages, settings and micro batches (near mid-range) at random.
 
-    After a trial with stage 1 or 2 has run, stage 3 is not tried any more, because it communicates more. The trials of the same
-    settings, a *lineage*, end after ``trials_per_random_config`` trials or if no micro batch fits. They also end if one of them
-    has failed, while another lineage of the stage ran with at least this lineage's largest micro batch.
+    Stage 3 communicates more, so it is not tried after a trial with stage 1 or 2 has run. A *lineage* (the trials of the same
+    settings) ends after ``trials_per_random_config`` trials or if no micro batch fits. After an out-of-memory error it also
+    ends if another lineage of its stage ran with at least its largest micro batch.
 
-    The range of a new lineage begins at the best micro batch of its stage. It ends below sizes that did not fit.
+    The range of a new lineage begins at the best micro batch of its stage. The range ends below sizes that did not fit.
     """
 
     def choose(self) -> Lineage:
@@ -369,7 +376,7 @@ class RandomConfigSearch(BinarySearch):
         )
 
     def _excludes_stage_3(self) -> bool:
-        """Return whether a trial with stage 1 or 2 has run."""
+        """Return whether a trial with stage 1 or 2 has run, which rules out stage 3."""
         ended = [*self._ended(1), *self._ended(2)]
         has_others = bool({1, 2} & set(self.space.stages))
         return has_others and any(isinstance(one.outcome, Measured) for one in ended)
@@ -403,7 +410,7 @@ class ModelInfo:
 
 
 def _state_bytes(info: ModelInfo, stage: int, space: Space) -> float:
-    """Return the bytes of parameters, gradients and optimizer state on one device."""
+    """Return a device's bytes of parameters, gradients and Adam's optimizer state."""
     # Adam in half precision: 12 bytes per parameter (master weight, two moments), else 8. Rajbhandari et al. 2020, section 3.1.
     width, replicas = space.bytes_per_value, space.replicas
     optimizer = info.num_trainable_params * (12 if width == 2 else 8) / (replicas if stage >= 1 else 1)

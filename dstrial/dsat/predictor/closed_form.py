@@ -68,12 +68,12 @@ def zero_run(
 
 
 class _RankSizes(NamedTuple):
-    """What a rank has of the model, and sizes of what it gathers and copies."""
+    """Sizes, on one rank, from which :func:`_memory` computes the memory of a step."""
 
-    owned: float  # parameters whose optimizer state the rank has
-    here: float  # those of them whose optimizer state is on the device
+    owned: float  # number of parameters whose optimizer state the rank has
+    here: float  # number of these whose optimizer state is on the device, not on the host
     largest: float  # bytes of the largest tensor
-    copied: float  # bytes of the largest gradient if it is too large for a bucket
+    copied: float  # bytes of the largest gradient if it is too large for a bucket, else 0
     held: float  # bytes of the parameters that stage 3 keeps gathered
 
 
@@ -92,9 +92,11 @@ def _rank_sizes(trace: ModelTrace, zero: ZeroFeatures) -> _RankSizes:
 def _temporary_bytes(
     trace: ModelTrace, zero: ZeroFeatures, sizes: _RankSizes, gradients: float, *, is_accumulating: bool
 ) -> tuple[float, float, float]:
-    """Return the bytes that a step needs beside those that live between steps.
+    """Return temporary bytes: (between micro batches, while reducing, in the step).
 
-    They are (gradients in the next forward pass of a step, bytes at the end of a backward pass, bytes in the optimizer step).
+    Between micro batches, gradients (with their buckets) wait for those of the next one. Reducing happens at the end of a
+    backward pass; the last value is for the optimizer step. Memory that also lives between steps, such as parameters, is not
+    included.
     """
     width, is_half, here = zero.bytes_per_value, zero.bytes_per_value == 2, sizes.here
     buckets, copied = zero.bucket_bytes, sizes.copied
@@ -120,7 +122,8 @@ def _memory(
 ) -> tuple[MemoryForm, float, dict[str, int]]:
     """Return (memory peaks on device, bytes on host, part -> device bytes).
 
-    The parts are parameters, gradients, optimizer and buffers. ``gradients`` are the bytes of all gradients of the model.
+    The parts are parameters, gradients, optimizer and buffers, each with its largest size. ``gradients`` are the bytes of all
+    gradients of the model.
     """
     stage, width, sizes = zero.stage, zero.bytes_per_value, _rank_sizes(trace, zero)
     here, buckets = sizes.here, zero.bucket_bytes
@@ -177,7 +180,7 @@ def _moment_bytes(trace: ModelTrace, *, is_half: bool) -> float:
 def _phase(name: str, start: float, form: MemoryForm) -> PhaseMemory:
     """Return the peak memory of a phase that begins with ``start`` bytes allocated.
 
-    ``form`` has the phase's memory in the dry run, where other bytes were allocated before it.
+    ``form`` is the memory in the dry run, in which phases begin with ``form.settled`` bytes allocated.
     """
     lines = [line for each in form.phases if each.phase == name for line in each.lines]
     moved = upper_envelope((start + line.base - form.settled, line.per_record) for line in lines)
@@ -187,7 +190,10 @@ def _phase(name: str, start: float, form: MemoryForm) -> PhaseMemory:
 def _collectives(
     trace: ModelTrace, zero: ZeroFeatures, gradients: float
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """Return the collectives of each micro batch but a step's last, and of the last."""
+    """Return collectives: (of each micro batch but a step's last, of the last one).
+
+    ``gradients`` are the bytes of all gradients of the model.
+    """
     weights, num_tensors = trace.state_bytes["parameters"], trace.num_tensors
 
     def one(kind: str, phase: str, num_calls: int, num_bytes: float) -> Collective:

@@ -23,8 +23,9 @@ _ALL_UP_TO, _SHARES = 32, 16
 class ConfigGroups:
     """Groups configurations by ZeRO stage, offloading and settings of unknown effect.
 
-    Methods take a configuration without its batch sizes (``Structure``). On a CPU, offloading saves no memory, so that it does
-    not vary unless ``--space`` names it.
+    A setting has a known effect if formulas predict the effect on time and memory (``KNOWN_PATHS``). Methods take a
+    configuration without its batch sizes (``Structure``). On a CPU, offloading saves no memory, so it does not vary unless
+    ``--space`` names it.
     """
 
     def __init__(self, space: Space, *, is_cpu: bool = False) -> None:
@@ -37,7 +38,10 @@ class ConfigGroups:
         self._bases: list[Structure] = []
 
     def bases(self) -> list[Structure]:
-        """Return one legal configuration, without batch sizes, of each group; own first."""
+        """Return one legal configuration of each group; the user's configuration is first.
+
+        At most 96 groups are considered.
+        """
         if self._bases:
             return self._bases
         found = {self.group(self.own): self.own}
@@ -56,8 +60,8 @@ class ConfigGroups:
     def moves(self, structure: Structure, num_params: float | None) -> list[Structure]:
         """Return the legal configurations that differ from this one in one setting.
 
-        Batch sizes are left out. Only settings vary whose effect the predictor computes, without offloading. Of sizes (such as
-        bucket sizes) above ``num_params``, the model's number of parameters (None: unknown), only the smallest is tried.
+        The setting is one of known effect, but not offloading. ``num_params`` is the model's number of parameters (None:
+        unknown). Of sizes above this number, such as bucket sizes, only the smallest is tried.
         """
         found, settings = [], dict(structure.settings)
         effective = self._effective_of(_without(structure, _SIZES))
@@ -96,11 +100,11 @@ class ConfigGroups:
         return self._legal[checked]
 
     def group(self, structure: Structure) -> tuple[Any, ...]:
-        """Return a configuration's ZeRO stage, offloading, and settings of unknown effect."""
+        """Return a key that is equal for all configurations of the same group."""
         return (*self.setup(structure).group, self.unknown_settings(structure))
 
     def unknown_settings(self, structure: Structure) -> tuple[tuple[str, Any], ...]:
-        """Return (path, value) of each setting whose effect is not computed."""
+        """Return (path, value) of each setting whose effect no formula predicts."""
         return tuple((path, value) for path, value in structure.settings if path not in KNOWN_PATHS)
 
     def identity(self, candidate: Candidate, num_params: float | None = None) -> tuple[Any, ...]:
@@ -114,7 +118,7 @@ class ConfigGroups:
         return setup, repr([self.space.value(candidate, path) for path in added]), candidate.batch
 
     def run_key(self, structure: Structure, *, is_accumulating: bool) -> str:
-        """Return the key of the dry run that serves to predict a configuration.
+        """Return the key of the dry run from which a configuration is predicted.
 
         Configurations that differ only in ZeRO's sizes and switches (such as buckets and overlap) share a dry run.
         ``is_accumulating``: a step has several micro batches.
@@ -125,10 +129,10 @@ class ConfigGroups:
         return json.dumps([setup.stage, on_host, setup.has_host_params, unknown, is_accumulating])
 
     def representatives(self) -> dict[str, tuple[Structure, bool]]:
-        """Return the configurations to dry-run: :meth:`run_key` -> (it, is accumulating).
+        """Return :meth:`run_key` -> (configuration to dry-run, whether it accumulates).
 
-        Batch sizes are left out; a step is accumulating if it has several micro batches. Sizes of parallel dimensions from
-        ``--space`` are removed, because their effect is computed without a dry run.
+        A configuration accumulates if its step has several micro batches. Sizes of parallel dimensions from ``--space`` are
+        removed, because their effect is computed without a dry run.
         """
         sizes = self.space.batch_size_grid
         kinds = sorted({sizes.split(position).accumulation > 1 for position in (0, sizes.last)}, reverse=True)
@@ -149,7 +153,7 @@ class ConfigGroups:
         return self._effective[structure]
 
     def _makes_group(self, path: str) -> bool:
-        """Return whether configurations with other values of a key are another group."""
+        """Return whether different values at ``path`` make different groups."""
         if path in _OFFLOADS:
             return not self._is_cpu or path in self.space.extra
         return path not in KNOWN_PATHS

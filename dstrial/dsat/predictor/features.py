@@ -97,7 +97,7 @@ class ZeroFeatures:
 
     @property
     def group(self) -> tuple[int, bool, bool]:
-        """(ZeRO stage, is optimizer state on the host, are parameters on the host)."""
+        """(ZeRO stage, whether optimizer state is on the host, whether parameters are)."""
         return self.stage, self.host_share > 0, self.has_host_params
 
     @property
@@ -129,8 +129,9 @@ class ZeroFeatures:
     def kept_elements(self, parameters: float) -> float:
         """Return how many gathered parameters stage 3 keeps between forward and backward.
 
-        ``parameters`` is the model's number of parameters. ZeRO keeps a parameter if at most ``stage3_max_reuse_distance / 2``
-        follow it in forward. Each of these is used twice before the parameter's backward.
+        ``parameters`` is the model's number of parameters. ZeRO keeps a parameter if at most ``stage3_max_reuse_distance``
+        elements are used between its forward and its backward. Parameters of later layers are used twice in between, so half of
+        that distance counts.
         """
         if self.stage != 3:
             return 0.0
@@ -153,19 +154,19 @@ PARTS = (
     "host_copies",
     "pressure",
 )
-"""Parts of a step's time. ``compute``: matrix products. ``unfilled``: what small products lose by not filling the device.
-``overhead``: starting operations, as far as the device waits for it. ``transfer``, ``reduce``: bytes of parameters and of
-gradients in collectives; ``calls``: the calls of collectives; all three as far as nothing can hide them. ``unhidden``:
-communication that could be hidden but is not. ``gradient_copies``: gradients copied to buckets. ``optimizer``,
+"""Parts of a step's time. ``compute``: matrix products. ``unfilled``: time lost because small products do not fill the device.
+``overhead``: starting operations, while the device waits. ``transfer``, ``reduce``: moving parameters and gradients in
+collectives; ``calls``: starting collectives. These three cover only communication that cannot overlap with computation.
+``unhidden``: communication that could overlap but does not. ``gradient_copies``: gradients copied to buckets. ``optimizer``,
 ``host_optimizer``: the optimizer on the device and on the host. ``host_copies``: copies between device and host. ``pressure``:
-what passes lose if memory is nearly full (``StepParts.pressed``)."""
+time that forward and backward lose if memory is nearly full (``StepParts.pressed``)."""
 
 PHASES = ("forward", "backward", "step")
 """Phases of a step that are timed separately."""
 
 _STATE_BYTES = 30.0
 """Bytes that Adam reads and writes for each parameter: gradient, weight and two moments, and the weight in half precision."""
-_FILLING_TOKENS = 512.0  # a micro batch loses the time of so many tokens by not filling the device
+_FILLING_TOKENS = 512.0  # a micro batch that does not fill the device loses the time of this many tokens
 _FILLING_SHARE = 0.25  # the same loss as a share of a record's time, for models without tokens
 _MAX_HIDDEN = 0.9  # share of computing that communication can overlap
 _MIN_OVERHEAD = 0.1  # share of the operations' overhead that a busy device does not hide
@@ -189,7 +190,7 @@ class StepParts:
     def pressed(self, share: float) -> StepParts:
         """Return a copy that adds the time lost when memory is nearly full.
 
-        ``share`` is the predicted memory peak, divided by the device's memory.
+        ``share`` is the predicted memory peak, divided by the device's memory. Up to 0.9 no time is lost.
         """
         pressure = min(max((share - _FULL) / (1 - _FULL), 0.0), 1.0) ** 2
         forward, backward, step = self.phases
@@ -262,9 +263,10 @@ def step_parts(
 def _compute_s(
     run: DryRunResult, machine: Machine, setup: ZeroFeatures, micro_batch_size: int, accumulation: int
 ) -> tuple[float, float, float]:
-    """Return (seconds of forward, seconds of backward, seconds of an unfilled device).
+    """Return seconds: (forward, backward, lost because small products are slower).
 
-    The first two are those of all matrix products of a step; the third is what small products lose beside them.
+    The first two are those of all matrix products of a step at full speed. Small products lose time in addition, because they
+    do not fill the device.
     """
     model, all_flops = (max(line.at(micro_batch_size), 0.0) for line in (run.flops.model, run.flops.hardware))
     # Each rank computes its share of a record.
@@ -279,9 +281,10 @@ def _compute_s(
 
 
 def _optimizer_s(run: DryRunResult, machine: Machine, setup: ZeroFeatures) -> tuple[float, float, float]:
-    """Return (seconds on the device, seconds on the host, seconds of copying weights).
+    """Return the optimizer's seconds: (on the device, on the host, copying weights).
 
-    The first two are those of the optimizer; updated weights are then copied from the host to the device.
+    Weights that are updated on the host are then copied to the device. The host's seconds do not include those during which the
+    device updates weights, too.
     """
     owned = run.trainable_parameters / setup.layer_ranks / (setup.replicas if setup.stage else 1)
     on_host = owned * setup.host_share
@@ -313,9 +316,9 @@ def _exposed(moved_s: float, called_s: float, *, hides: float, able: float, besi
     Args:
         moved_s: seconds of moving bytes.
         called_s: seconds of starting calls.
-        hides: part of the overlappable communication that really overlaps.
+        hides: share of the overlappable communication that really overlaps.
         able: share of the communication that can overlap; of gradients, all but the last bucket.
-        beside_s: seconds of computation at the same time.
+        beside_s: seconds of the computation with which the communication may overlap.
     """
     whole = moved_s + called_s
     if not whole or not hides:
@@ -335,8 +338,8 @@ def _gathers(
 ) -> list[_Exposed]:
     """Return [forward, backward] seconds that stage 3 waits for parameters.
 
-    ``gathered`` is (seconds of moving bytes, seconds of starting calls) of all gathers. ``computing`` is (seconds of forward,
-    seconds of backward) of computation.
+    ``gathered`` is (seconds of moving bytes, seconds of starting calls) of a step's gathers. ``computing`` is (seconds of
+    forward, seconds of backward) of computation.
     """
     fetched = 0.0
     if machine.host_copy_bytes_per_s is not None and setup.has_host_params:
@@ -357,7 +360,7 @@ def _gathers(
 def _overheads(
     run: DryRunResult, machine: Machine, accumulation: int, computing: tuple[float, ...]
 ) -> list[float]:
-    """Return the seconds of each phase in which the device waits for operations.
+    """Return, for each phase, the seconds that the device waits for operations.
 
     ``computing`` are the seconds of computation in each phase, which hide the start of operations.
     """
@@ -375,7 +378,7 @@ def _overheads(
 def _communication_s(
     run: DryRunResult, machine: Machine, setup: ZeroFeatures, ran: ZeroFeatures, accumulation: int
 ) -> list[tuple[float, float]]:
-    """Return the times of reducing gradients, of gathers, and of the optimizer step.
+    """Return communication times: [gradients, gathers of stage 3, optimizer step].
 
     Each item is (seconds of moving bytes, seconds of starting calls), summed over a step's micro batches.
     """
@@ -422,7 +425,7 @@ def _exchange_s(
 
 
 def _num_buckets(run: DryRunResult, elements: float) -> int:
-    """Return the number of buckets of this size for all parameters of the model."""
+    """Return how many buckets of ``elements`` parameters hold the whole model."""
     return max(math.ceil(run.parameters / max(elements, 1.0)), 1)
 
 

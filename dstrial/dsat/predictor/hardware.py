@@ -36,7 +36,10 @@ class Machine:
     hides: float = 0.0  # share of the communication that overlapping hides behind computation
 
     def link(self, kind: str) -> Link:
-        """Return a collective's latency and bandwidth; all_gather's if it was not timed."""
+        """Return the latency and bandwidth of collective ``kind``.
+
+        If it was not timed, return those of all_gather. If neither was timed, return a link that takes no time.
+        """
         known = self.collectives.get(kind) or self.collectives.get("all_gather")
         return known if known is not None else Link(0.0, math.inf)
 
@@ -117,7 +120,7 @@ def nominal_machine(
     bytes_per_value: int = 2,
     network_bytes_per_s: float = 50e9,
 ) -> Machine:
-    """Return the rates of ``num_ranks`` devices: 70 % of those in the data sheet.
+    """Return rates of one of ``num_ranks`` devices: 70 % of those in the data sheet.
 
     ``per_machine`` is the number of devices in a machine. ``network_bytes_per_s`` is the network rate between machines, per
     device and direction. A ring collective over several machines is limited by the network rate of all devices of a machine.
@@ -150,7 +153,7 @@ def nominal_machine(
 
 
 def unknown_machine(num_ranks: int, *, is_cpu: bool) -> Machine:
-    """Return assumed rates of an unmeasured machine; measurements correct them later."""
+    """Return assumed rates for an unmeasured machine: an A100's, or those of a CPU."""
     if not is_cpu:
         return nominal_machine(DEVICES["a100"], num_ranks)
     links = {kind: Link(2e-4, 1e9) for kind in COLLECTIVES if num_ranks > 1}

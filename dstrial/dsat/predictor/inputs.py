@@ -11,7 +11,7 @@ from dstrial.dsat.predictor.hardware import Machine
 from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult
 
 UNDESCRIBED = "nothing"  # ``PredictInputs.described_by`` if no dry run succeeded
-NUM_BATCHES = 4  # a dry run uses the largest of so many first batches of the training loader
+NUM_BATCHES = 4  # a dry run uses the largest of this many first batches of the training loader
 
 _COUNTED_AT = 4  # micro batch size at which FLOPs of a record are counted
 # Classes that run a trial or a script in a dry run.
@@ -42,7 +42,7 @@ def dry_run_request(
         exp_conf: experiment config that the code reads.
         num_batches: number of first batches of a trial's loader, of which the largest is used.
         sample_batch: file of a batch to use instead; for a script, a file of its engine call's arguments.
-        trusts_code: load ``sample_batch`` even if it holds other classes than tensors.
+        trusts_code: load ``sample_batch`` even if it holds other classes than tensors, which may execute code.
         num_stages: pipeline stages of a trial; 1 for none.
         stage: the pipeline stage to dry-run.
     """

@@ -46,6 +46,8 @@ class Placement:
     def parts(self) -> dict[str, float]:
         """Return part of the training -> its bytes at the peak of one device's memory.
 
+        Empty if the dry run failed.
+
         ``activations`` are the bytes that grow with the micro batch. ``gradients`` are counted with their largest size, but at
         most with what parameters, optimizer and activations leave of the peak. ``buffers`` (of modules, operations and
         communication) are the remainder. ``peak`` is the sum; ``host`` is the peak of host memory.
@@ -65,7 +67,7 @@ class Placement:
     def largest(self) -> dict[str, float]:
         """Return part of the training -> its most bytes on one device at any time.
 
-        ``peak`` is the most bytes of all parts together.
+        Empty if the dry run failed. ``peak`` is the most bytes of all parts together.
         """
         if self.run is None:
             return {}
@@ -77,6 +79,8 @@ class Placement:
 
 def answer(placements: Sequence[Placement], capacity_bytes: float, deepspeed: str) -> list[str]:
     """Return three lines: how many devices suffice, and what needs most memory.
+
+    If there is no prediction, one line says why.
 
     ``capacity_bytes`` is the memory of one device. ``deepspeed`` describes the DeepSpeed config in the text.
     """
@@ -114,7 +118,10 @@ def answer(placements: Sequence[Placement], capacity_bytes: float, deepspeed: st
 
 
 def _largest_stages(placements: Sequence[Placement]) -> list[Placement]:
-    """Return the pipeline stage with the highest peak for each number of devices."""
+    """Return, for each number of devices, the pipeline stage with the highest peak.
+
+    Numbers of devices with a stage without prediction are left out.
+    """
     by_slots: dict[int, list[Placement]] = {}
     for one in placements:
         by_slots.setdefault(one.num_slots, []).append(one)
@@ -144,7 +151,7 @@ def table(placements: Sequence[Placement], capacity_bytes: float) -> list[list[s
 
 
 def table_unit(placements: Sequence[Placement]) -> str:
-    """Return ``MiB`` if all models are small, else ``GiB``."""
+    """Return ``MiB`` if all models have under 50 million parameters, else ``GiB``."""
     weights = [one.run.parameters for one in placements if one.run is not None]
     return "MiB" if weights and max(weights) < _SMALL_PARAMETERS else "GiB"
 

@@ -55,7 +55,7 @@ class Point:
     is_scattered: bool = False  # gradients are not in a contiguous buffer
 
     def time_row(self, phase: str | None = None) -> Row:
-        """Return the regression's input for the time of a step, or of one phase of it."""
+        """Return the regression's input for the time of ``phase``; None: the whole step."""
         effects = (
             (f"micro {self.micro_batch_size}", _MICRO),
             (f"slope {self.group}", _GROUP_SLOPE * math.log2(self.micro_batch_size) / 3),
@@ -157,7 +157,7 @@ class StepModel:
         self._regression = Regression([_STEP_FACTORS[part] for part in PARTS], samples, is_scaled=is_scaled)
 
     def predict(self, points: Sequence[Point], phase: str | None = None) -> list[TimePrediction]:
-        """Return the predicted time of each configuration's step, or of one phase."""
+        """Return the predicted time of each point's ``phase``; None: of the whole step."""
         medians, deviations = self._regression.predict([point.time_row(phase) for point in points])
         return [
             TimePrediction(float(median), float(deviation))
@@ -187,7 +187,7 @@ _SCATTERED = 0.03  # share of memory that gradients outside a contiguous buffer 
 _WASTE_NOISE, _MAX_WASTE, _BEYOND = 0.01, 0.1, 0.5
 """Waste is log(bytes that the allocator holds / bytes of tensors). Of waste above ``_MAX_WASTE`` only half counts, because the
 allocator could free the other half."""
-_NEAR = 0.85  # a peak above this share of the lowest that ran out is expected to run out, unless more ran
+_NEAR = 0.85  # a peak above this share of the lowest failed peak is expected to fail, unless a larger one ran
 _MEASURED_PHASES = {"forward": ("forward", "gather"), "backward": ("backward", "reduce"), "step": ("step",)}
 """Phase of a measurement -> phases of a dry run within it."""
 
@@ -272,7 +272,7 @@ class MemoryModel:
         self._regression = None
 
     def ran_out(self, point: Point, phase: str) -> None:
-        """Learn from an out-of-memory error in ``phase``; empty if the phase is unknown."""
+        """Learn from an out-of-memory error in ``phase``, which is empty if unknown."""
         peak = point.peak_in((*_MEASURED_PHASES.get(phase, ()), phase)) or point.peaks[0]
         self._errors.append(point.memory_row(peak))
         self._failed_bytes[point.group] = min(
@@ -281,7 +281,7 @@ class MemoryModel:
         self._regression = None
 
     def predict(self, points: Sequence[Point]) -> list[MemoryPrediction | None]:
-        """Return the predicted memory peak of each configuration; None if unknown.
+        """Return the predicted memory peak of each point; None without a dry run.
 
         The peak is that of the phase that is least likely to fit.
         """
@@ -299,7 +299,11 @@ class MemoryModel:
         return [self._raised(point, worst.get(id(point))) for point in points]
 
     def _raised(self, point: Point, found: MemoryPrediction | None) -> MemoryPrediction | None:
-        """Return ``found``, raised above the device's memory if nearly as much ran out."""
+        """Return ``found``; raise it above the device's memory if it will likely run out.
+
+        Memory likely runs out if a configuration of the same group ran out with a similar or smaller peak in the dry run. If
+        one of the group has run with at least this peak, ``found`` is returned unchanged.
+        """
         least = _NEAR * self._failed_bytes.get(point.group, math.inf)
         if found is None or point.total_bytes < max(least, self._run_bytes.get(point.group, 0.0) + 1):
             return found

@@ -28,7 +28,7 @@ _GIB = 2**30
 class PlanRow:
     """The prediction for one configuration, with the fastest micro batch that fits.
 
-    If no micro batch fits, it is the smallest one.
+    If no micro batch fits, the prediction is for the smallest one.
     """
 
     candidate: Candidate
@@ -45,7 +45,8 @@ class PlanRow:
     def epoch(self, epoch_records: int, price: float | None) -> tuple[float | None, float | None]:
         """Return (hours, cost) of an epoch, each None if unknown.
 
-        ``epoch_records`` is the number of records of an epoch, 0 if unknown; ``price`` is that of one device for an hour.
+        ``epoch_records`` is the number of records of an epoch, 0 if unknown. ``price`` is that of one device for an hour; None
+        if unknown.
         """
         hours = epoch_records / self.throughput / 3600 if epoch_records else None
         return hours, None if hours is None or price is None else hours * price * self.num_slots
@@ -82,9 +83,9 @@ def make_plan(
 ) -> list[PlanRow]:
     """Return predictions for configurations of all stages, and variations of the best.
 
-    They are one configuration per ZeRO stage and kind of offloading, and variations of the three best. Configurations that fit
-    come first, from fast to slow; then the others, by ascending missing memory. ``peak_flops_per_s`` is the device's published
-    rate, for the MFU; None if unknown.
+    The result has one row per group of configurations (``ConfigGroups``), and the fastest variations of the three best.
+    Configurations that fit come first, from fast to slow; then the others, by ascending missing memory. ``peak_flops_per_s`` is
+    the device's published rate, for the MFU; None if unknown.
     """
     groups = ConfigGroups(space)
     predictor = Predictor(groups, inputs, "throughput")
@@ -145,7 +146,7 @@ def _row(
 def needed_memory(
     run: DryRunResult, zero: ZeroFeatures, micro_batch_size: int, capacity_bytes: float
 ) -> MemoryPrediction:
-    """Return the memory that a configuration needs on a device, as ``dsat plan`` does.
+    """Predict the memory that a configuration needs on a GPU, as ``dsat plan`` does.
 
     ``run`` is a dry run with the ZeRO settings ``zero``; ``capacity_bytes`` is the device's memory.
     """

@@ -47,7 +47,7 @@ class Prediction:
         return self.cost * math.exp(-num_stds * min(self.time.log_std, _MAX_SPREAD))
 
     def expected_improvement(self, cost: float) -> float:
-        """Return the expected relative gain over ``cost``; a loss counts as no gain.
+        """Return the expected relative gain over ``cost``; a higher cost counts as gain 0.
 
         Source: expected improvement (Jones, Schonlau and Welch 1998), on the logarithm.
         """
@@ -104,9 +104,9 @@ class Predictor:
         self.time = StepModel(self._timings(), is_scaled=self.machine is None)
 
     def fantasize(self, candidates: Sequence[Candidate]) -> StepModel:
-        """Return a time model that takes predicted times of ``candidates`` as measured.
+        """Return a time model that treats predicted times of ``candidates`` as measured.
 
-        It serves to choose a further trial while these are still running.
+        The search uses the model to choose the next trial while ``candidates`` are being measured.
         """
         points, _ = self._with_pressure(
             [point for one in candidates if (point := self._point(one)) is not None]
@@ -124,7 +124,7 @@ class Predictor:
     def predictions(self, candidates: Sequence[Candidate], time: StepModel | None = None) -> list[Prediction]:
         """Return predictions of those ``candidates`` that have a dry run, in their order.
 
-        ``time`` replaces the time model; None: that of all outcomes so far.
+        ``time`` is the time model to use; None means the one that has learned all outcomes.
         """
         known = [(one, point) for one in candidates if (point := self._point(one)) is not None]
         points, memories = self._with_pressure([point for _, point in known])
@@ -150,7 +150,7 @@ class Predictor:
         return seconds / candidate.batch.train_batch_size
 
     def forecast(self, prediction: Prediction, *, is_guess: bool) -> dict[str, Any]:
-        """Return a prediction as JSON values; if ``is_guess``, without times."""
+        """Return a prediction as JSON values; if ``is_guess`` is true, its times are None."""
         return {
             "step_s": None if is_guess else prediction.time.median_s,
             "spread": None if is_guess else prediction.time.log_std,

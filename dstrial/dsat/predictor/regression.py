@@ -33,7 +33,7 @@ _MAX_ROUNDS, _CONVERGED = 20, 0.003  # rounds end when no sum of parts changes b
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """What is known about a quantity: the sizes of its parts, and its effects.
+    """A quantity to measure or to predict: the sizes of its parts, and its effects.
 
     An effect is a relative error that similar quantities share (``Effects``).
     """
@@ -55,9 +55,10 @@ class Sample:
 class Regression:
     """Predicts quantities, such as seconds or bytes, from measured ``samples``.
 
-    A quantity is a sum of known parts, each times a factor; effects multiply the sum. ``priors`` are the (mean, relative standard
-    deviation) of each factor before any sample. ``is_scaled`` multiplies the prior means by the median ratio of measured to
-    expected values. ``is_robust`` gives outliers less weight, and allows a posterior deviation smaller than the assumed one.
+    A quantity is a sum of known parts, each times a factor; effects multiply the sum. ``priors`` are the (mean, relative
+    standard deviation) of each factor before any sample. ``is_scaled`` multiplies the prior means by the median ratio of
+    measured to expected values. ``is_robust`` gives outliers less weight. It also lets small residuals shrink the assumed
+    standard deviations.
     """
 
     def __init__(
@@ -143,8 +144,8 @@ class Regression:
     ) -> _Fit:
         """Solve one round of the regression; return the posterior.
 
-        ``scaled`` are the rows' parts, and ``measured`` their log values, linearized. Each factor is at least ``_MIN_FACTOR`` of
-        its prior mean.
+        ``scaled`` are each row's parts, divided by the row's sum in the previous round. ``measured`` are 1 plus the logarithm
+        of value / sum. ``noise`` are variances. Each factor is at least ``_MIN_FACTOR`` of its prior mean.
         """
         mean, deviations = self._prior.copy(), self._deviations.copy()
         while True:

@@ -37,9 +37,9 @@ _TIMER_ATTRIBUTE = "_dstrial_step_timer"  # of the core context: the timer that 
 def dsat_reporting_context(core_context: Any, op: Any, steps_completed: int | None = None) -> Iterator[None]:
     """Measure the engine's steps in the block if a dsat search runs this trial.
 
-    Otherwise the block just runs. When enough steps are measured, the metrics are reported as validation metrics, and ``op`` is
-    completed. Then ``engine.step()`` raises ``SystemExit`` with status 0. If the loop ends earlier, the steps so far are
-    reported. Then the end of the block raises ``SystemExit``, because the code after it belongs to a full training.
+    Outside a search the block just runs. When enough steps are measured, the metrics are reported as validation metrics, and
+    ``op`` is completed. Then ``engine.step()`` raises ``SystemExit`` with status 0. If the loop ends earlier, the steps so far
+    are reported. Then the end of the block raises ``SystemExit``, because the code after it belongs to a full training.
 
     The block may contain the whole loop, or one step or micro batch, as in Determined's example of the Core API. In the second
     case all blocks are measured together, and the loop must make enough steps.
@@ -106,7 +106,7 @@ def _report(measured: Measured, core_context: Any, steps_completed: int) -> None
 
 @contextlib.contextmanager
 def _failures_reported(timer: StepTimer) -> Iterator[None]:
-    """Print an exception of the block as a line that the search parses; re-raise it."""
+    """Print exceptions of the block to standard error for the search; re-raise them."""
     try:
         yield
     except BaseException as error:

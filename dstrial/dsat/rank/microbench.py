@@ -18,7 +18,7 @@ _NUM_OPERATIONS = 300  # operations on a tiny tensor, of which the mean time is 
 _COPIED_BYTES = {"cpu": 2**24, "device": 2**28}  # size of the copies that measure bandwidth of memory
 _SENT_BYTES = {"cpu": 2**22, "device": 2**27}  # size of the collectives that measure bandwidth
 _FEW_BYTES = 4096  # size of the collectives that measure latency
-_REPEATS = 5  # a time is the median of so many
+_REPEATS = 5  # a time is the median of this many measurements
 
 
 def measure_machine(dtype: torch.dtype) -> dict[str, float]:

@@ -15,10 +15,11 @@ _FIRST_TIMED_STEP = 2  # counted from 1; FLOPs are counted in step 1
 def warm_from(values: Sequence[float]) -> int:
     """Return the index of the first time in ``values`` that is not warm-up.
 
-    ``values`` are times of consecutive steps. The index is the change point in the first half that best divides their logarithms
-    into two levels; 0 if the first level is less than 5 % higher. A single slow step later on is no change point.
+    ``values`` are times of consecutive steps. The index is the change point in the first half that best divides their
+    logarithms into two levels. It is 0 if the first level is less than 5 % higher. A single slow step later on is no change
+    point.
 
-    Source: least-squares segmentation into two levels, Hinkley 1970.
+    Source: segmentation into two levels, Hinkley 1970; the levels are medians, the costs absolute deviations.
     """
     if len(values) < 3:
         return 0
@@ -91,7 +92,7 @@ class Sampling:
     def mean_s(self) -> float:
         """Return the mean seconds of one step after warm-up.
 
-        The median serves to compare configurations; the mean, which includes slow steps, to predict a training.
+        Searches compare configurations by the median. The mean includes slow steps, so it predicts the speed of a training.
         """
         warm = self._warm()
         return sum(steps * time_s for steps, time_s in warm) / sum(steps for steps, _ in warm)

@@ -1,8 +1,8 @@
 """Time whole steps of a running training, and count its FLOPs and memory.
 
 In the first step, FLOPs and saved activations are counted. Then windows (several consecutive steps) are timed until the median
-is precise enough; the device is synchronised only at the edges of a window. In three last steps, forward, backward and optimizer
-step are timed separately. Rank 0 decides when each part ends.
+is precise enough; the device is synchronised only at the edges of a window. In the last three steps, forward, backward and
+optimizer step are timed separately. Rank 0 decides when each part ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_SKIPPED_SHARE = 0.5  # of a window's steps; if more are skipped for overflo
 
 
 class Mode(enum.IntEnum):
-    """Parts of a measurement: count FLOPs, time whole steps, time phases, end."""
+    """Parts of a measurement, in order: count FLOPs, time steps, time phases, end."""
 
     PROFILE = 0
     WINDOW = 1
@@ -59,7 +59,8 @@ class FirstMicroBatch:
     def run(self, phase: str, engine: Any, call: Callable[[], Any], *, is_outermost: bool) -> Any:
         """Return ``call()``; count its FLOPs if it is an engine's first call of a phase.
 
-        ``is_outermost`` is false for a call inside another phase, as in a pipeline's ``train_batch``.
+        ``is_outermost`` is false for a call inside another phase, as in a pipeline's ``train_batch``. The FLOPs of such a call
+        are counted with the other phase.
         """
         key = phase, id(engine)
         if key in self._seen:
@@ -145,6 +146,11 @@ class StepTimer:
 
     def stepped(self, engine: Any) -> None:
         """Count a step; after enough steps, rank 0 decides what all ranks measure next.
+
+        Steps of other engines than the first are ignored.
+
+        Raises:
+            MeasurementDone: enough steps are measured.
 
         Ranks: all, collectively.
         """
@@ -248,7 +254,7 @@ class StepTimer:
         return Mode.DONE, 0
 
     def _agree(self, mode: Mode, steps: int) -> tuple[Mode, int]:
-        """Return (what rank 0 measures next, in how many steps). Ranks: all, collectively."""
+        """Return rank 0's (mode, number of steps) on all ranks. Ranks: all, collectively."""
         if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
             return mode, steps
         decision = torch.tensor([int(mode), steps], device=self._accelerator.current_device_name())

@@ -48,7 +48,7 @@ from dstrial.trial.runtime import ModelParallelUnit
 class TrialWorkload:
     """A DeepSpeedTrial as a workload of a dry run.
 
-    It has the interface ``engine.dryrun.measure.Workload``.
+    The class implements the protocol ``engine.dryrun.measure.Workload``.
 
     The batch is the largest of the loader's first ``num_batches``, or that in the file ``sample_batch``; ``trusts_code`` loads
     the file even if it holds other classes than tensors. ``num_stages`` is the number of pipeline stages.
@@ -122,11 +122,11 @@ class TrialWorkload:
 class ScriptWorkload:
     """A script's model and first batch as a workload of a dry run.
 
-    It has the interface ``engine.dryrun.measure.Workload``.
+    The class implements the protocol ``engine.dryrun.measure.Workload``.
 
-    The script runs until it calls the engine. The loss is the output's ``loss``, else a single number in the output, else the
-    mean of the output. ``sample_batch`` is the file of a batch to use instead; ``trusts_code`` loads it even if it holds other
-    classes than tensors.
+    The script runs until it calls the engine. The loss is the output's ``loss``, else the first tensor in it with a single
+    number, else the mean of the output. ``sample_batch`` is the file of a batch to use instead; ``trusts_code`` loads it even
+    if it holds other classes than tensors.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ def _core_api_off_cluster(
 
 
 class SingleRankContext(core.DummyDistributedContext):  # type: ignore[misc]  # determined ships no usable types for it
-    """Determined's distributed context of one of ``size`` ranks, not connected.
+    """Determined's distributed context on one of ``size`` ranks; sends nothing.
 
     Its collectives return what they would if all ranks passed the same value.
     """
