@@ -1,7 +1,7 @@
 """Parse hostfiles and host filters in DeepSpeed's format; define their flags.
 
-A line is ``NAME slots=N``; ``#`` begins a comment. Filters ``NAME[:SLOT,SLOT...]`` are joined by ``@``. A missing file
-is an error here; DeepSpeed would then train on one machine. Source: DeepSpeed 0.19.8 ``launcher/runner.py``, ``_parse_hostfile`` and
+A line is ``NAME slots=N``; ``#`` begins a comment. Filters ``NAME[:SLOT,SLOT...]`` are joined by ``@``. A missing file is an
+error here; DeepSpeed would then train on one machine. Source: DeepSpeed 0.19.8 ``launcher/runner.py``, ``_parse_hostfile`` and
 ``parse_resource_filter``.
 """
 
@@ -156,7 +156,7 @@ def add_host_arguments(parser: argparse.ArgumentParser, *, is_required: bool = F
 
 
 def require_hostfile(args: argparse.Namespace) -> None:
-    """Raise ConfigError if ``--include``, ``--exclude`` or ``--python`` lacks a hostfile."""
+    """Raise ConfigError if a flag is given that has no effect without ``--hostfile``."""
     given = {"--include": args.include, "--exclude": args.exclude, "--python": args.python}
     problems = [
         ConfigProblem(flag, "given without --hostfile", "both or none", "Add --hostfile FILE.")

@@ -56,7 +56,7 @@ def check_hosts(
     environ: Mapping[str, str] = os.environ,
     transport: Transport | None = None,
 ) -> list[ReadyHost]:
-    """Check that hosts can train together; return each host with its address, in order.
+    """Check that hosts can train together; return hosts with their addresses.
 
     Args:
         hosts: the hosts, at least one.

@@ -149,7 +149,7 @@ def remove_probe(path: str, made: list[str]) -> None:
 
 
 def read_probe(path: str) -> dict[str, Any]:
-    """Return a dict with the ``word`` in a file that ``write_probe`` wrote on another host.
+    """Return a dict with the ``word`` in a file of ``write_probe``.
 
     If all retries fail, return a dict with the text ``error``.
     """

@@ -29,8 +29,9 @@ class SrunTransport(Transport):
     """Starts programs by ``srun`` in an allocation, each as a step of one task.
 
     All steps have ``--overlap``, so a step may use all memory, cores and devices that its job has on the node. Exceptions: in a
-    job with ``--gpus-per-task``, a step gets only the devices of one task; in a job with ``--gpus``, Slurm rejects the step. For
-    such jobs, ``devices`` maps each node to the number of devices that a step requests. For other jobs, ``devices`` is empty.
+    job with ``--gpus-per-task``, a step gets only the devices of one task; in a job with ``--gpus``, Slurm rejects the step.
+    For such jobs, ``devices`` maps each node to the number of devices that a step requests. For other jobs, ``devices`` is
+    empty.
     """
 
     connect_s = _CONNECT_S
@@ -75,8 +76,7 @@ def own_allocation() -> Allocation:
     """Return the Slurm allocation in which this process runs.
 
     Raises:
-        LaunchError: this process is not in an allocation or is one of several tasks of a step, or Slurm's variables cannot be
-            parsed.
+        LaunchError: this process is not in an allocation or is one of several tasks of a step; Slurm's variables are invalid.
     """
     found = allocation_of(os.environ)
     if found is None:

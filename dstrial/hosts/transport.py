@@ -105,7 +105,7 @@ class Transport(abc.ABC):
         """Return the local command that runs ``remote.main`` with ``python`` on ``host``."""
 
     def environment(self) -> Mapping[str, str] | None:
-        """Return the environment of the local command; None for this process's environment."""
+        """Return the local command's environment; None for this process's environment."""
         return None
 
     def start_problem(self, host: str, python: str, exit_code: int | None, errors: str) -> HostProblem:
@@ -164,7 +164,7 @@ class SshTransport(Transport):
 
 
 def remote_command(python: str) -> str:
-    """Return the shell command, an argument of ssh, that runs ``remote.main`` on a host."""
+    """Return the shell command, an argument of ssh, that runs ``remote.main``."""
     words = " ".join(map(shlex.quote, remote_words(python)))
     # The outer shell turns a signal that ends the program into an exit code; sshd would only close the connection.
     return f"exec sh -c {shlex.quote(f'{words}; exit $?')}"
@@ -174,7 +174,7 @@ def remote_environment(environ: Mapping[str, str], there: Mapping[str, str]) -> 
     """Merge the environments of this process and another host, for a program there.
 
     ``environ`` is this process's environment, ``there`` that of ``remote.main`` on the host. Variables of ``environ`` take
-    precedence. Left out are variables of ``environ`` for which ``is_local_variable`` is true, and variables of ``there`` that
+    precedence. Variables of ``environ`` that are local (``is_local_variable``) are left out. So are variables of ``there`` that
     describe the ssh session or the Slurm step.
     """
     ours = {name: value for name, value in environ.items() if not is_local_variable(name)}
@@ -183,5 +183,5 @@ def remote_environment(environ: Mapping[str, str], there: Mapping[str, str]) -> 
 
 
 def is_local_variable(name: str) -> bool:
-    """Return whether a variable is specific to this machine or job, so not sent to hosts."""
+    """Return whether a variable is specific to this machine, so not sent to others."""
     return name in LOCAL_NAMES or name.startswith(LOCAL_PREFIXES)

@@ -242,7 +242,7 @@ class AcceleratorCheckpoint(Checkpointable):
 
 @contextlib.contextmanager
 def _into_given_directory(accelerator: Any) -> Iterator[None]:
-    """Make ``save_state(output_dir)`` write into ``output_dir`` inside the ``with`` block.
+    """Make ``save_state(output_dir)`` write into ``output_dir`` in the ``with`` block.
 
     Source: accelerate 1.15 ignores ``output_dir`` if ``automatic_checkpoint_naming`` is set.
     """
@@ -256,7 +256,7 @@ def _into_given_directory(accelerator: Any) -> Iterator[None]:
 
 
 def _load_or_raise(engine: DeepSpeedEngine, path: pathlib.Path) -> Callable[..., Any]:
-    """Return a variant of ``engine.load_checkpoint`` that raises if nothing was loaded.
+    """Return a variant of ``engine.load_checkpoint`` that raises if it loads nothing.
 
     The variant raises CheckpointError; DeepSpeed's method only warns. ``path`` is the checkpoint's path for the error.
     """
@@ -275,5 +275,5 @@ def _load_or_raise(engine: DeepSpeedEngine, path: pathlib.Path) -> Callable[...,
 
 
 def _load_nothing(*_args: Any, **_kwargs: Any) -> Any:
-    """Do nothing: replaces an engine's ``load_checkpoint`` if only other files are loaded."""
+    """Do nothing: replaces ``engine.load_checkpoint`` to load only the other files."""
     return None, {}

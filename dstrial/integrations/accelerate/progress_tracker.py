@@ -31,7 +31,7 @@ class RunSchedule:
     """When a run reports, validates, saves and ends."""
 
     length: pytorch.TrainUnit | None  # length of training; None if neither script nor config has a length
-    periods: Mapping[Boundary, Period | None]  # action -> period; None for an action only at the end of training
+    periods: Mapping[Boundary, Period | None]  # action -> period; None: only at the end of training
     checkpoint_policy: Literal["best", "all", "none"]
     metric: str | None  # the searcher's metric; None without a searcher
     smaller_is_better: bool

@@ -141,7 +141,9 @@ class Reporter:
         return dict(runtime_of(self._context).hparams or {})
 
     def micro_batch_size(self, own: int | None = None) -> int:
-        """Return the DeepSpeed config's micro batch size; ``own`` if missing or ``"auto"``.
+        """Return the DeepSpeed config's micro batch size, else the script's size ``own``.
+
+        ``own`` is used if the config's value is missing or ``"auto"``.
 
         Pass the result as ``batch_size`` to the loader, so that a resumed run keeps its total batch size on any number of ranks.
 

@@ -405,10 +405,10 @@ class LoopWatch:
 
 
 def settings_as_given(runtime: TrialRuntime, engine_idx: int) -> dict[str, Any]:
-    """Return the settings of an engine's DeepSpeed config before Accelerate changed it.
+    """Return settings of an engine's DeepSpeed config before Accelerate's changes.
 
-    The settings are those that checkpoints record as ``EngineRecord.given``. Accelerate replaces "auto" in the engine's config by
-    numbers; the result has no numbers for such settings.
+    The settings are those that checkpoints record as ``EngineRecord.given``. Accelerate replaces "auto" in the engine's config
+    by numbers; the result has no numbers for such settings.
     """
     given = runtime.given_hparams or {}
     source = given.get(MAIN_KEY)

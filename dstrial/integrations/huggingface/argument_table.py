@@ -170,10 +170,10 @@ def solve_sizes(
 ) -> tuple[BatchSolution, bool]:
     """Return the batch sizes, and whether they were computed to keep the run's total.
 
-    At a resume on another number of ranks, micro batch and accumulation are computed so that the total batch size stays that of
-    the checkpoint. This happens only if the user has not changed the sizes since the run's start, or if the given sizes have the
-    checkpoint's total on the checkpoint's number of ranks. Other sizes are returned unchanged; ``DetCallback`` rejects them. A
-    computed micro batch is at most the checkpoint's, which is known to fit into memory.
+    If a run resumes on another number of ranks, micro batch and accumulation are computed: the total batch size stays that of the
+    checkpoint. Condition: the user has not changed the sizes since the run's start, or the given sizes have the checkpoint's total
+    on its number of ranks. Other sizes are returned unchanged; ``DetCallback`` rejects them. A computed micro batch is at most the
+    checkpoint's, which is known to fit into memory.
 
     ``resumed`` is the run that wrote the checkpoint; None for a new run. ``where`` maps the name of a batch size to its
     ``file:line: key``, for messages.
@@ -266,9 +266,9 @@ def _set_number(draft: ArgumentDraft, argument: str, key: str, value: float) -> 
 
 
 def _settle_length(draft: ArgumentDraft) -> None:
-    """Set the scheduler's step count to "auto" if it is another number than ``--max_steps``.
+    """Set the scheduler's step count to "auto" if it differs from ``--max_steps``.
 
-    This is recorded as a contradiction.
+    A difference is recorded as a contradiction. A no-op if the step count is not a number.
     """
     (key,) = LENGTH.keys
     number = draft.number(key)

@@ -35,11 +35,11 @@ def length_of(args: TrainingArguments) -> tuple[str, float]:
 def length_problems(
     searcher: Mapping[str, Any], length: tuple[str, float], train_batch_size: int
 ) -> list[ConfigProblem]:
-    """Return a problem for each of the searcher's lengths that differs from ``length``.
+    """Return a problem for each length of the searcher that differs from ``length``.
 
     ``searcher`` is a section of the experiment config, in which ``max_length`` and ``max_time`` are compared. ``length`` is the
-    result of ``length_of``. ``train_batch_size`` (over all ranks) converts records to batches. A ``max_time`` in another unit than
-    batches or epochs is ignored.
+    result of ``length_of``. ``train_batch_size`` (over all ranks) converts records to batches. A ``max_time`` in another unit
+    than batches or epochs is ignored.
     """
     wanted: dict[str, tuple[str, float]] = {}
     if (max_length := searcher.get("max_length")) is not None:
@@ -94,7 +94,7 @@ def given_of(args: TrainingArguments) -> dict[str, Any]:
 
 
 def given_by_arguments(micro: int, steps: int) -> dict[str, Any]:
-    """Return micro batch size and accumulation steps in the form of checkpoint metadata."""
+    """Return micro batch size and accumulation steps by their keys in checkpoints."""
     return {BATCH_KEYS[1]: micro, BATCH_KEYS[2]: steps, FILLED_KEY: True}
 
 

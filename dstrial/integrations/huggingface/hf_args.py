@@ -93,10 +93,10 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
 def keep_batch_sizes(
     args: Sequence[str], hparams: dict[str, Any], world_size: int, resumed: SavedRun
 ) -> None:
-    """Overwrite the batch sizes in ``hparams`` if a resumed run would change its total.
+    """Overwrite batch sizes in ``hparams`` if a resumed run would change the total.
 
-    Changes ``overwrite_deepspeed_args`` of ``hparams`` in place: adds batch sizes that keep the total. ``args`` are the script's
-    arguments, ``resumed`` is the run to resume.
+    Changes ``overwrite_deepspeed_args`` of ``hparams`` in place: adds batch sizes that keep the total. ``args`` are the
+    script's arguments, ``resumed`` is the run to resume.
 
     Raises:
         ConfigError: the batch cannot be divided evenly among the ranks.
@@ -173,9 +173,9 @@ def _source(words: CommandLine, hparams: Mapping[str, Any]) -> DeepSpeedSource |
 
 
 def _resumed(info: Any) -> SavedRun | None:
-    """Return the run that this trial resumes; None for a new run or if only weights load.
+    """Return the run that this trial resumes; None for a new run.
 
-    ``info`` is Determined's cluster info; None without a master.
+    None also if only the weights of a checkpoint are loaded. ``info`` is Determined's cluster info; None without a master.
     """
     saved = saved_run_to_resume() if info is None else saved_run_of_trial(info)
     return saved if saved is not None and saved.keeps_batch else None

@@ -58,10 +58,10 @@ def kind_of(logs: Mapping[str, Any]) -> LogKind:
 def reported(
     logs: Mapping[str, Any], filter_metrics: Sequence[str] | None, always: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return the metrics in a log entry: without ``epoch``, ``step``, times and speeds.
+    """Return a log entry's metrics, without ``epoch``, ``step``, times and speeds.
 
-    An evaluation's samples per second are included. ``filter_metrics`` are substrings: a metric is left out if its name contains
-    none of them. None or empty includes all metrics. Metrics whose names are in ``always`` are never left out.
+    An evaluation's samples per second are included. ``filter_metrics`` are substrings: a metric is left out if its name
+    contains none of them. None or empty includes all metrics. Metrics whose names are in ``always`` are never left out.
     """
 
     def is_reported(name: str) -> bool:
@@ -208,7 +208,7 @@ class MetricReporter:
     def progress(self, step: int, max_steps: int) -> None:
         """Report the completed fraction of training.
 
-        The master gets at most one report per percent and per second, and the last one at once. A run directory gets all.
+        At most once per percent and per second; the last report is not delayed. A run directory also gets the batch counts.
         """
         if not self._is_chief or max_steps <= 0:
             return

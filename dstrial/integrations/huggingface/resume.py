@@ -120,8 +120,8 @@ def directory_for(found: OpenedCheckpoint, train_batch_size: int) -> Iterator[pa
     """Yield a directory from which the Trainer resumes with a given micro batch size.
 
     ``train_batch_size`` is the micro batch size of the Trainer's arguments. The Trainer would use the size in
-    ``trainer_state.json`` instead. If both sizes are equal, the checkpoint's directory is yielded. Otherwise a temporary directory
-    is yielded, with a changed copy of ``trainer_state.json`` and links to all other files.
+    ``trainer_state.json`` instead. If both sizes are equal, the checkpoint's directory is yielded. Otherwise a temporary
+    directory is yielded, with a changed copy of ``trainer_state.json`` and links to all other files.
 
     Source: transformers 4.56 ``Trainer.train`` reads the size; 5.23 only with ``auto_find_batch_size``.
     """
