@@ -27,8 +27,8 @@ class HostConnection:
     """Runs a program on a host through a local process, and exchanges JSON lines.
 
     The local process is ssh, srun or Ray's relay. The program is ``remote.main``, which replaces itself by the master's agent on
-    request. Any thread may call ``send``, which never blocks; one thread calls ``next``. This side sends a line at least every
-    ``BEAT_S`` seconds; each line acknowledges the agent's last heartbeat.
+    request. Any thread may call ``send``, which never blocks; one thread calls ``next``. After the agent's first
+    heartbeat, a line is sent to the agent at least every ``BEAT_S`` seconds; each line acknowledges the last heartbeat.
 
     Attributes:
         heard_s: time of the last received line, monotonic seconds.

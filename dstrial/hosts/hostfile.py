@@ -1,7 +1,7 @@
 """Parse hostfiles and host filters in DeepSpeed's format; define their flags.
 
 A line is ``NAME slots=N``; ``#`` begins a comment. Filters ``NAME[:SLOT,SLOT...]`` are joined by ``@``. A missing file is an
-error here; DeepSpeed would then train on one machine. Source: DeepSpeed 0.19.8 ``launcher/runner.py``, ``_parse_hostfile`` and
+error; DeepSpeed would train on one machine instead. Source: DeepSpeed 0.19.8 ``launcher/runner.py``, ``_parse_hostfile`` and
 ``parse_resource_filter``.
 """
 

@@ -1,4 +1,4 @@
-"""Import the modules that all trials need: in a rank, or in a fork server for all.
+"""Import the modules that all trials need: in each rank, or once in a fork server.
 
 The imports must not run tensor operations, start threads, query devices or read rank variables: a fork would then differ from
 a new process.

@@ -53,7 +53,7 @@ _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """This launcher's index among a job's launchers, and the numbers of their ranks.
+    """This launcher's index among a job's launchers, their rank counts and rendezvous.
 
     Attributes:
         ranks_by_node: number of ranks that each launcher starts, by ``node_rank``.
@@ -398,7 +398,7 @@ class _Ranks:
 def _popen(
     command: Sequence[str], *, env: dict[str, str], stdout: int = 1, stderr: int = 2
 ) -> subprocess.Popen[bytes] | client.ForkedProcess:
-    """Start a rank's process; use an idle fork of a fork server if there is one."""
+    """Start a rank's process, if possible as a fork of this process's idle fork."""
     if tuple(command[:3]) == (sys.executable, "-m", "dstrial.launch.rank_main"):
         # The fork leads a process group but no session: by its session, a master finds a trial's remaining processes.
         program = Program(command[1:], env, str(Path.cwd()), leads="group")

@@ -39,7 +39,7 @@ def is_memory_shortage(error: BaseException) -> bool:
 
 
 def memory_advice(error: BaseException) -> str:
-    """Return a text on memory use, with hints; "" unless an out-of-memory error.
+    """Return memory use and hints for an out-of-memory error; "" for other errors.
 
     Call it while the exception propagates, before memory is freed. Ranks: any; no communication.
     """

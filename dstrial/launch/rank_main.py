@@ -70,11 +70,11 @@ def trial_command(
 def script_command(words: Sequence[str], *, directory: Path | None = None) -> list[str]:
     """Return the command that starts one rank of a user's command ``words``.
 
-    A Python file or ``-m MODULE``, with or without ``python`` before it, is run by this module, which records the traceback. Any
-    other command is returned unchanged.
+    A Python file or ``-m MODULE``, with or without ``python`` before it, is run by this module, which records the traceback.
+    Any other command is returned unchanged.
 
     Raises:
-        LaunchError: the Python file is missing in ``directory``, in which the ranks start. (None: the file is not checked.)
+        LaunchError: the Python file is missing in ``directory``, in which the ranks start; not checked if None.
     """
     rest = list(words)
     if (

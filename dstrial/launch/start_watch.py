@@ -40,7 +40,8 @@ def is_due(age_s: float, logged_age_s: float | None, silence_s: float) -> bool:
     """Return whether to log the current startup phase now.
 
     ``age_s`` is the phase's age, ``logged_age_s`` its age when last logged (None: never). ``silence_s`` is the time since the
-    last log line. A new phase is due if there was no log line for 4 s; a logged phase after 30 s, and when its age has doubled.
+    last log line. A new phase is due if there was no log line for 4 s. A logged phase is due at an age of 30 s or at twice the
+    logged age, whichever is later.
     """
     if logged_age_s is None:
         return silence_s >= _SILENCE_S

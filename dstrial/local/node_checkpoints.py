@@ -80,7 +80,7 @@ def run_on_all_ranks(
 def require_storage(distributed: core.DistributedContext, settings: Mapping[str, Any] | None) -> None:
     """Raise CheckpointError on all ranks if rank 0 cannot write to the object storage.
 
-    ``settings`` is a config's external storage. A no-op if it is None or a directory.
+    ``settings`` is a config's external storage. A no-op if this storage is None or a directory.
 
     Ranks: all, collectively.
     """

@@ -213,7 +213,7 @@ class AcceleratorCheckpoint(Checkpointable):
         checkpoint. A no-op if the number is unchanged or the accelerator splits batches.
 
         Raises:
-            CheckpointLayoutError: a scheduler is not a ``LambdaLR``.
+            CheckpointLayoutError: a scheduler that Accelerate steps once per process is not a ``LambdaLR``.
         """
         now = int(self._accelerator.num_processes)
         if num_saved == now or self._accelerator.split_batches:

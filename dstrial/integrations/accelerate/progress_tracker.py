@@ -52,7 +52,7 @@ class RunSchedule:
             config: the experiment config.
             global_batch_size: records per batch over all ranks, for periods and lengths in records.
             length: length of training, which overrides the config's length; None for the config's length.
-            is_test: whether to train only two batches, with a report after each batch and without periodic actions.
+            is_test: whether to train only two batches, report after each, and validate and save only at the end.
         """
         searcher = config.get("searcher") or {}
 

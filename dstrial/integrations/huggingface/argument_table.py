@@ -170,10 +170,10 @@ def solve_sizes(
 ) -> tuple[BatchSolution, bool]:
     """Return the batch sizes, and whether they were computed to keep the run's total.
 
-    If a run resumes on another number of ranks, micro batch and accumulation are computed: the total batch size stays that of the
-    checkpoint. Condition: the user has not changed the sizes since the run's start, or the given sizes have the checkpoint's total
-    on its number of ranks. Other sizes are returned unchanged; ``DetCallback`` rejects them. A computed micro batch is at most the
-    checkpoint's, which is known to fit into memory.
+    If a run resumes on another number of ranks, micro batch and accumulation are computed: the total batch size stays that of
+    the checkpoint. This requires sizes that the user has not changed since the run's start, or sizes with the checkpoint's
+    total on the checkpoint's number of ranks. Other sizes are returned unchanged; ``DetCallback`` rejects them. A computed
+    micro batch is at most the checkpoint's, which is known to fit into memory.
 
     ``resumed`` is the run that wrote the checkpoint; None for a new run. ``where`` maps the name of a batch size to its
     ``file:line: key``, for messages.

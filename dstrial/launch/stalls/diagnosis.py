@@ -129,8 +129,8 @@ def find_stall(
 
     A stall means that no rank has entered a new phase for some time. This time is the timeout plus the longest duration so far
     (``longest_s``) of any current phase. If no phase of a current kind has ended before, a stall is certain only after
-    ``FIRST_FACTOR`` timeouts. In user code between batches, a stall is never certain. A process stopped by a signal is a certain
-    stall after ten seconds.
+    ``FIRST_FACTOR`` timeouts. In user code between batches, a stall is never certain. A process stopped by a signal is a
+    certain stall after ten seconds.
     """
     views = [view for view in views if view.beat.phase is not Phase.NONE]
     if not views:
