@@ -27,13 +27,13 @@ class HostConnection:
     """Runs a program on a host through a local process, and exchanges JSON lines.
 
     The local process is ssh, srun or Ray's relay. The program is ``remote.main``, which replaces itself by the master's agent on
-    request. Any thread may call ``send``, which never blocks; one thread calls ``next``. A line is sent at least every ``BEAT_S``
-    and acknowledges the agent's last heartbeat.
+    request. Any thread may call ``send``, which never blocks; one thread calls ``next``. After the agent's first
+    heartbeat, a line is sent to the agent at least every ``BEAT_S`` seconds; each line acknowledges the last heartbeat.
 
     Attributes:
         heard_s: time of the last received line, monotonic seconds.
-        lease_ends_s: time at which the agent kills its allocations unless a later heartbeat is acknowledged; monotonic seconds,
-            None before the first heartbeat.
+        lease_ends_s: time at which the agent's lease ends, monotonic seconds; None before the first heartbeat. The agent then
+            kills its allocations, unless a later heartbeat has been acknowledged.
     """
 
     def __init__(self, host: Host, python: str, transport: Transport | None = None) -> None:
@@ -75,14 +75,14 @@ class HostConnection:
             thread.start()
 
     def send(self, message: Mapping[str, Any], payload: bytes = b"") -> None:
-        """Queue a message to the program, which is sent as a line of JSON.
+        """Queue a message, to be sent to the program as a line of JSON.
 
-        ``payload`` is sent before the message, in lines of base64.
+        ``payload`` is sent before the message, in JSON lines with base64 text.
         """
         self._sent.put((message, payload))
 
     def next(self, timeout_s: float | None = None) -> dict[str, Any] | None:
-        """Return the program's next line, parsed; None once the connection has ended.
+        """Return the program's next line, parsed; None if the connection has ended.
 
         Raises:
             TimeoutError: no line has come within the timeout.
@@ -100,7 +100,7 @@ class HostConnection:
         return None
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the local process (ssh, srun or relay) ends, or for the timeout."""
+        """Wait until the local process (ssh, srun or relay) ends, at most ``timeout_s``."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._program.wait(timeout_s)
 
@@ -115,7 +115,7 @@ class HostConnection:
         return self.transport.start_problem(self.host.name, self._python, self._program.poll(), self.errors())
 
     def close(self) -> None:
-        """Tell the agent that the master ends; end the local process and the threads.
+        """Send the master's goodbye to the agent; end the local process and the threads.
 
         Idempotent.
         """
@@ -133,9 +133,9 @@ class HostConnection:
                 end.close()
 
     def abandon(self) -> None:
-        """Kill the local process (ssh, srun or relay), as a network failure would.
+        """Kill the local process (ssh, srun or relay) without a goodbye to the agent.
 
-        The agent is not told that the master ends, so it kills its allocations when the lease ends.
+        The agent assumes a network failure, and kills its allocations when its lease ends.
         """
         self._program.kill()
         self._program.wait()

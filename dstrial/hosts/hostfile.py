@@ -1,7 +1,7 @@
 """Parse hostfiles and host filters in DeepSpeed's format; define their flags.
 
-A line is ``NAME slots=N``; ``#`` begins a comment. Filters ``NAME[:SLOT,SLOT...]`` are joined by ``@``. A missing file
-is an error, while DeepSpeed trains on one machine. Source: DeepSpeed 0.19.8 ``launcher/runner.py``, ``_parse_hostfile`` and
+A line is ``NAME slots=N``; ``#`` begins a comment. Filters ``NAME[:SLOT,SLOT...]`` are joined by ``@``. A missing file is an
+error; DeepSpeed would train on one machine instead. Source: DeepSpeed 0.19.8 ``launcher/runner.py``, ``_parse_hostfile`` and
 ``parse_resource_filter``.
 """
 
@@ -41,12 +41,13 @@ class Host:
 
 
 def read_hosts(path: Path, *, include: str = "", exclude: str = "") -> tuple[Host, ...]:
-    """Return the hosts and slots of a hostfile that the filters allow, in order.
+    """Return a hostfile's hosts with the slots that a filter allows, in file order.
 
-    At most one filter may be given; ``host1@host2:0,2`` means all slots of host1, and slots 0 and 2 of host2.
+    Either ``include`` or ``exclude`` may be given; "" means no filter. The filter ``host1@host2:0,2`` names all slots of host1,
+    and slots 0 and 2 of host2. A host without an allowed slot is left out.
 
     Raises:
-        ConfigError: all problems of the file and the filters.
+        ConfigError: the file or the filter is invalid, both filters are given, or no host is left.
     """
     hosts = _read(path)
     if not hosts:
@@ -109,7 +110,7 @@ def _read(path: Path) -> tuple[Host, ...]:
 def _named_slots(hosts: Sequence[Host], text: str, flag: str, path: Path) -> dict[str, set[int]]:
     """Return host name -> indices of slots, for the hosts that a filter names.
 
-    ``text`` is the filter, ``flag`` and ``path`` are the names of its option and the hostfile in messages.
+    ``text`` is the filter. ``flag``, its command-line option, and ``path``, the hostfile, are shown in errors.
     """
     by_name = {host.name: host for host in hosts}
     named: dict[str, set[int]] = {}
@@ -155,7 +156,7 @@ def add_host_arguments(parser: argparse.ArgumentParser, *, is_required: bool = F
 
 
 def require_hostfile(args: argparse.Namespace) -> None:
-    """Raise ConfigError if a flag that needs ``--hostfile`` is given without it."""
+    """Raise ConfigError if a flag is given that has no effect without ``--hostfile``."""
     given = {"--include": args.include, "--exclude": args.exclude, "--python": args.python}
     problems = [
         ConfigProblem(flag, "given without --hostfile", "both or none", "Add --hostfile FILE.")
@@ -173,8 +174,8 @@ def hosts_of(args: argparse.Namespace) -> tuple[Host, ...]:
 def given_slots(config: Path, overrides: Sequence[str] = ()) -> int | None:
     """Return ``resources.slots_per_trial`` of a config file; None if it is unset or 0.
 
-    ``overrides`` are texts ``key=value`` that take precedence over the file. Without a number, a run on hosts uses all their
-    slots. (The config's default of 1 is for single machines.)
+    ``overrides`` are texts ``key=value`` that take precedence over the file. None means that a run on several hosts uses all
+    slots of these hosts. (The config's default of 1 is for single machines.)
     """
     for override in reversed(overrides):
         key, _, value = override.partition("=")
@@ -190,7 +191,7 @@ def python_of(args: argparse.Namespace) -> str:
 
 
 def placement_lines(hosts: Sequence[ReadyHost]) -> list[str]:
-    """Return one line per checked host: its name, slots and address."""
+    """Return a line of text for each checked host: its name, slots and address."""
     lines = []
     for ready in hosts:
         count = len(ready.host.slots)

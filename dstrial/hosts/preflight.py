@@ -56,7 +56,7 @@ def check_hosts(
     environ: Mapping[str, str] = os.environ,
     transport: Transport | None = None,
 ) -> list[ReadyHost]:
-    """Check that hosts can train together; return them in the order of the hostfile.
+    """Check that hosts can train together; return hosts with their addresses.
 
     Args:
         hosts: the hosts, at least one.
@@ -125,9 +125,9 @@ def named_interface(environ: Mapping[str, str]) -> str | None:
 
 
 def address_of(facts: Facts, interface: str | None) -> tuple[str, str]:
-    """Return a host's (IPv4 address, interface) for connections from other hosts.
+    """Return the (IPv4 address, interface) at which other hosts can connect to a host.
 
-    An address on ``interface`` is preferred, else the first address is used. Both are "" if the host has no address.
+    This is the host's address on ``interface``, else the host's first address. Both are "" if the host has no address.
     """
     pairs = [pair for pair in facts.addresses if pair[0] == interface] or facts.addresses
     name, address = next(iter(pairs), ("", ""))
@@ -151,7 +151,7 @@ def fact_problems(
     Args:
         hosts: the checked hosts.
         facts: the report of each host.
-        here: package -> version on this machine, which all hosts must have.
+        here: package -> version on this machine, which all hosts must have; None for a package that is not compared.
         environ: environment of the training, which may disable accelerators or let ranks share one.
         interface: network interface that all hosts must have; None for any.
     """
@@ -239,9 +239,9 @@ def _connectivity(
 
 
 def _shared_problems(connections: Sequence[HostConnection], directory: Path) -> list[HostProblem]:
-    """Check that all hosts see the same directory; return a problem per other host.
+    """Return a problem for each host that does not see the first host's directory.
 
-    The first host writes a file, and the others read it.
+    The first host writes a file into ``directory``, and the other hosts read the file.
     """
     if not connections:
         return []

@@ -85,16 +85,19 @@ def addresses() -> list[list[str]]:
 
 
 def listen(address: str, listeners: list[socket.socket]) -> int | None:
-    """Listen on a free port until the program ends; return the port, None on failure."""
+    """Listen on a free port; return the port, or None on failure.
+
+    The socket is appended to ``listeners``, which keeps it open until the program ends.
+    """
     with contextlib.suppress(OSError):
-        # The kernel completes connections that nobody accepts: one of each host.
+        # No accept() is needed: the kernel completes one connection of each host by itself.
         listeners.append(socket.create_server((address, 0), backlog=_BACKLOG))
         return int(listeners[-1].getsockname()[1])
     return None
 
 
 def connect(targets: list[list[Any]], timeout_s: float) -> list[str | None]:
-    """Connect to other hosts; return the error text of each connection, or None.
+    """Connect to other hosts; return an error text per target, None for a success.
 
     ``targets`` are ``[address, port]``; the port is None if the host does not listen.
     """
@@ -117,7 +120,8 @@ def connect(targets: list[list[Any]], timeout_s: float) -> list[str | None]:
 def write_probe(directory: str) -> dict[str, Any]:
     """Write a file with a random word into a directory, which is created if needed.
 
-    Return the file's ``path``, the ``word`` and the created directories ``made``, or an ``error``.
+    Return a dict with the file's ``path``, the ``word`` and the list ``made`` of created directories. On failure, return a dict
+    with the text ``error``.
     """
     word = secrets.token_hex(16)
     path = os.path.join(directory, f".dstrial-hosts-{word[:12]}")
@@ -145,7 +149,10 @@ def remove_probe(path: str, made: list[str]) -> None:
 
 
 def read_probe(path: str) -> dict[str, Any]:
-    """Return the ``word`` in a file of ``write_probe``, or an ``error`` after retries."""
+    """Return a dict with the ``word`` in a file of ``write_probe``.
+
+    If all retries fail, return a dict with the text ``error``.
+    """
     for _ in range(10):
         try:
             with open(path, encoding="ascii") as file:
@@ -204,7 +211,7 @@ def _answer(answer: dict[str, Any]) -> None:
 
 
 def _read_line() -> bytes:
-    """Read a line of stdin and no byte more: later bytes are the next program's input."""
+    """Read one line of stdin and no later byte, which may be the next program's input."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)

@@ -12,7 +12,7 @@ from dstrial.hosts.transport import Transport, remote_words
 from dstrial.slurm.allocation import Allocation, allocation_of, slots_of_nodes
 
 _CONNECT_S = 20.0  # timeout of a step's start and of its first answer
-# Slurm's variables that srun keeps. The others, set by sbatch and salloc, would be options of srun that describe the whole job.
+# Slurm's variables that are passed to srun. srun would read the others, which describe the whole job, as its options.
 _KEPT = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_JWT", "SLURM_CLUSTERS", "SLURM_DEBUG")
 
 _BY_HAND = "`srun --jobid={job} --overlap -N1 -n1 -w {host} true`"
@@ -26,11 +26,12 @@ _SRUN_ERRORS = (
 
 
 class SrunTransport(Transport):
-    """Start programs by ``srun`` in an allocation, each as a step of one task.
+    """Starts programs by ``srun`` in an allocation, each as a step of one task.
 
-    A step with ``--overlap`` may use all memory, cores and devices that its job has on the node. Exceptions: in a job with
-    ``--gpus-per-task``, a step gets the devices of one task; in a job with ``--gpus``, Slurm rejects the step. For such jobs,
-    ``devices`` maps node -> number of devices that a step requests; for other jobs, it is empty.
+    All steps have ``--overlap``, so a step may use all memory, cores and devices that its job has on the node. Exceptions: in a
+    job with ``--gpus-per-task``, a step gets only the devices of one task; in a job with ``--gpus``, Slurm rejects the step.
+    For such jobs, ``devices`` maps each node to the number of devices that a step requests. For other jobs, ``devices`` is
+    empty.
     """
 
     connect_s = _CONNECT_S
@@ -67,7 +68,7 @@ class SrunTransport(Transport):
         return ["srun", *options, *remote_words(python)]
 
     def environment(self) -> Mapping[str, str] | None:
-        """Return the variables for srun, without those that it would read as options."""
+        """Return srun's environment, without variables that srun would read as options."""
         return self._environ
 
 
@@ -75,7 +76,7 @@ def own_allocation() -> Allocation:
     """Return the Slurm allocation in which this process runs.
 
     Raises:
-        LaunchError: this process is not in an allocation, or is one of several tasks of a step.
+        LaunchError: this process is not in an allocation or is one of several tasks of a step; Slurm's variables are invalid.
     """
     found = allocation_of(os.environ)
     if found is None:
@@ -87,19 +88,19 @@ def own_allocation() -> Allocation:
 
 
 def transport_of(allocation: Allocation) -> SrunTransport:
-    """Return a transport that gives each program all allocated devices of its node."""
+    """Return a transport whose programs may use all allocated devices of their nodes."""
     counts = slots_of_nodes(allocation, None) if allocation.divides_devices else ()
     devices = dict(zip(allocation.nodes, counts, strict=True)) if counts else {}
     return SrunTransport(allocation.job_id, devices=devices)
 
 
 def hosts_of_allocation(allocation: Allocation, wanted: int | None = None) -> tuple[Host, ...]:
-    """Return the nodes of a Slurm allocation that have slots, as hosts.
+    """Return an allocation's nodes as hosts; nodes without a slot are left out.
 
-    ``wanted`` is the total number of slots; None for all.
+    ``wanted`` is the total number of slots; None for all slots of the allocation.
 
     Raises:
-        LaunchError: the allocation has fewer than ``wanted`` slots, or its nodes cannot share them equally.
+        LaunchError: the allocation has fewer than ``wanted`` slots, or the slots cannot be divided equally among the nodes.
     """
     pairs = zip(allocation.nodes, slots_of_nodes(allocation, wanted), strict=True)
     return tuple(Host(name, tuple(range(count))) for name, count in pairs if count)

@@ -55,7 +55,7 @@ _SSH_ERRORS = (
     ((126, 127), "without Python at {python}",
      "Install the same environment at the same path on each host, or name another interpreter by --python."),
 )  # fmt: skip
-# Variables of a machine, a login or a terminal, and those that identify processes of another job.
+# Variables that describe a machine, a login or a terminal, or that identify this process in its job.
 LOCAL_NAMES = frozenset(
     {
         "HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "SHLVL", "_", "MAIL", "HOSTNAME", "HOST", "TMPDIR", "TMP", "TEMP",
@@ -80,15 +80,17 @@ _OF_A_STEP = (
 class Transport(abc.ABC):
     """Starts a program on a host through a local command: ssh, srun or Ray's relay.
 
-    Messages may contain ``{host}``, ``{python}`` (path of the host's interpreter), ``{line}`` (last line of stderr), ``{job}``.
-
     Attributes:
-        connect_s: timeout of the start, seconds.
+        connect_s: timeout from the command's start until the program's first line, seconds.
         ends_with_parent: whether the end of the program's parent process means that the Slurm or Ray job has lost the host.
         job: Slurm's or Ray's id of the job, for messages; "" with ssh.
-        known_errors: rows (causes, problem, fix), where causes are exit codes or phrases in lower case; the first match is used.
+        known_errors: rows (causes, problem, fix), where causes are exit codes or phrases of stderr in lower case. The first row
+            with a matching cause is used.
         timeout_error: problem and fix if the command is still running.
         other_error: problem and fix if no row of ``known_errors`` matches.
+
+    The texts "problem" and "fix" may have the fields ``{host}``, ``{python}`` (path of the host's interpreter), ``{job}`` and
+    ``{line}`` (last line of stderr).
     """
 
     connect_s: float
@@ -103,7 +105,7 @@ class Transport(abc.ABC):
         """Return the local command that runs ``remote.main`` with ``python`` on ``host``."""
 
     def environment(self) -> Mapping[str, str] | None:
-        """Return the environment of the local command; None: this process's environment."""
+        """Return the local command's environment; None for this process's environment."""
         return None
 
     def start_problem(self, host: str, python: str, exit_code: int | None, errors: str) -> HostProblem:
@@ -134,7 +136,7 @@ def _packed_source() -> str:
 
 
 def remote_words(python: str) -> list[str]:
-    """Return a host's command that runs ``remote.main``; the host needs no dstrial."""
+    """Return the command that runs ``remote.main`` on a host without dstrial."""
     program = f"import base64,zlib;exec(zlib.decompress(base64.b64decode({_packed_source()!r})))"
     return [python, "-I", "-u", "-c", program]
 
@@ -146,7 +148,7 @@ def last_line(text: str) -> str:
 
 
 class SshTransport(Transport):
-    """Start programs by ``ssh HOST``, with the user's ssh configuration."""
+    """Starts programs by ``ssh HOST``, with the user's ssh configuration."""
 
     connect_s = float(CONNECT_S)
     known_errors = _SSH_ERRORS
@@ -162,17 +164,18 @@ class SshTransport(Transport):
 
 
 def remote_command(python: str) -> str:
-    """Return the shell command that runs ``remote.main`` on a host, for ssh."""
+    """Return the shell command, an argument of ssh, that runs ``remote.main``."""
     words = " ".join(map(shlex.quote, remote_words(python)))
     # The outer shell turns a signal that ends the program into an exit code; sshd would only close the connection.
     return f"exec sh -c {shlex.quote(f'{words}; exit $?')}"
 
 
 def remote_environment(environ: Mapping[str, str], there: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a program that this process starts on another host.
+    """Merge the environments of this process and another host, for a program there.
 
-    ``there`` is the environment of a login on that host. Variables of ``environ`` win, except local ones
-    (``is_local_variable``), which are not sent.
+    ``environ`` is this process's environment, ``there`` that of ``remote.main`` on the host. Variables of ``environ`` take
+    precedence. Variables of ``environ`` that are local (``is_local_variable``) are left out. So are variables of ``there`` that
+    describe the ssh session or the Slurm step.
     """
     ours = {name: value for name, value in environ.items() if not is_local_variable(name)}
     theirs = {name: value for name, value in there.items() if not name.startswith(("SSH_", *_OF_A_STEP))}

@@ -10,7 +10,8 @@ from dstrial.errors import MissingExtraError, install_command
 def require(*packages: str, extra: str, who: str) -> None:
     """Raise MissingExtraError if one of ``packages`` is not installed.
 
-    ``extra`` is dstrial's extra that installs the packages; ``who`` is the module that needs them. Both appear in the message.
+    ``extra`` is dstrial's extra that installs the packages; ``who`` is the module that needs the packages. Both names are
+    shown in the error.
     """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:

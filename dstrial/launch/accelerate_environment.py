@@ -45,19 +45,19 @@ def accelerate_variables(
     extents: Mapping[str, Any] | None = None,
     resumed: SavedRun | None = None,
 ) -> dict[str, str]:
-    """Return the variables of a script's ranks; write their DeepSpeed config file.
+    """Write a script's effective DeepSpeed config; return the ranks' variables for it.
 
     Args:
         hyperparameters: hyperparameters of the trial.
         num_ranks: ranks of the job, on all machines.
         directory: existing directory for the effective config; must exist until the ranks end.
-        environ: the ranks' other variables; a value that the user has set takes precedence.
+        environ: the ranks' other variables; a variable in ``environ`` is left out of the result.
         context_dir: base of the config's relative path; the current directory if None.
         extents: ``data.dstrial`` of the experiment config, which may have the parallel sizes of a replica.
-        resumed: checkpoint whose batch size is kept; None for a new run.
+        resumed: run whose total batch size is kept; None for a new run.
 
     Returns:
-        The variables; empty if the trial has no DeepSpeed config or the user has disabled DeepSpeed.
+        Variable -> value; empty if the trial has no DeepSpeed config or the user has disabled DeepSpeed.
 
     Raises:
         ConfigError: the DeepSpeed config cannot be read, or its batch sizes do not fit these ranks.
@@ -90,12 +90,12 @@ def effective_config(
 
     Accelerate sets a missing ``gradient_accumulation_steps`` to 1, regardless of ``train_batch_size``, and rejects a config
     without ``zero_optimization``. So all three batch sizes are computed if ``train_batch_size`` is given. Otherwise
-    ``"auto"`` stays, which Accelerate replaces by the script's value.
+    ``"auto"`` is not changed: Accelerate replaces it by the script's value.
 
     Args:
         source: the experiment's DeepSpeed config.
         sizes: the parallel dimensions of the job.
-        resumed: checkpoint whose batch size is kept; None for a new run.
+        resumed: run whose total batch size is kept; None for a new run.
 
     Raises:
         ConfigError: the batch sizes do not fit these ranks.

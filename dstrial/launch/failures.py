@@ -55,8 +55,8 @@ class RankFailure:
         exit_code: as in a shell, 128 + n for signal n.
         error: the recorded traceback, else the end of standard error.
         summary: the error's message in one line.
-        advice: a hint for the user.
-        whole: path of the file with the full traceback.
+        advice: a hint for the user; "" if there is none.
+        whole: path of the file with the full traceback; "" if there is none.
     """
 
     rank: int
@@ -107,8 +107,8 @@ class ErrorRecord:
         text: the traceback to show.
         time_s: time of the failure, seconds since the epoch.
         line: type and message in one line; empty in records of other programs.
-        advice: a hint for the user.
-        whole: path of the file with the full traceback.
+        advice: a hint for the user; "" if there is none.
+        whole: path of the file with the full traceback; "" if there is none.
     """
 
     summary: str
@@ -137,8 +137,8 @@ class RankEnding:
 def first_ending(endings: Iterable[RankEnding]) -> RankEnding | None:
     """Return the failure that caused the others; None if no rank failed.
 
-    This is the earliest failure that is not a consequence. (A failing rank closes its connections early, so its peers may
-    fail and write their records first.)
+    This is the earliest failure that is not a consequence of another; if all are consequences, the earliest failure. (A failing
+    rank closes its connections early, so its peers may fail and write their records first.)
     """
     ordered = sorted(endings, key=lambda ending: (ending.is_consequence, ending.time_s))
     return ordered[0] if ordered else None
@@ -147,8 +147,8 @@ def first_ending(endings: Iterable[RankEnding]) -> RankEnding | None:
 def record_exception(error: BaseException, text: str | None = None, **fields: str) -> bool:
     """Write this rank's error record, unless the rank already has one.
 
-    ``text`` defaults to the full traceback; ``fields`` are ``line``, ``advice`` and ``whole`` of ``ErrorRecord``. Returns False
-    if no launcher started this rank, so that there is no record; else True.
+    ``text`` defaults to the full traceback; ``fields`` may have ``line``, ``advice`` and ``whole`` of ``ErrorRecord``. Returns
+    False, without writing, if no launcher started this rank; else True.
     """
     path_text = os.environ.get(ERROR_FILE_VARIABLE)
     if not path_text:
@@ -160,7 +160,7 @@ def record_exception(error: BaseException, text: str | None = None, **fields: st
 def write_record(path: Path, error: BaseException, text: str, **fields: str) -> None:
     """Write a rank's error record unless it exists; truncate long texts.
 
-    ``text`` is the traceback; ``fields`` are ``line``, ``advice`` and ``whole`` of ``ErrorRecord``.
+    ``text`` is the traceback; ``fields`` may have ``line``, ``advice`` and ``whole`` of ``ErrorRecord``.
     """
     now_s = time.time()
     document = {
@@ -218,7 +218,7 @@ def read_record(path: Path) -> ErrorRecord | None:
 
 
 def is_consequence(record: ErrorRecord | None) -> bool:
-    """Return whether a rank's record reports only that another rank has exited."""
+    """Return whether a rank's record reports only another rank's exit; False for None."""
     return record is not None and is_peer_error(record.summary)
 
 
@@ -281,13 +281,13 @@ class LaunchOutcome:
 
     @property
     def killed_text(self) -> str:
-        """A sentence on killed ranks; empty if there are none, or after a second Ctrl-C."""
+        """A text that lists killed ranks; "" if there are none or after a second Ctrl-C."""
         if not self.killed_ranks or self.ended_at_once:
             return ""
         return f"rank(s) {', '.join(map(str, self.killed_ranks))} did not end in time and were killed"
 
     def describe(self) -> str:
-        """Return a text on killed ranks and the first failure; empty without either."""
+        """Return text about killed ranks and the first failure; empty if there are none."""
         lines = [f"{self.killed_text}\n"] if self.killed_text else []
         if self.first_failure is not None:
             lines.append(f"{self.first_failure.describe()}\n")

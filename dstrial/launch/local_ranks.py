@@ -53,7 +53,7 @@ _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """This launcher's index among a job's launchers, with their ranks and rendezvous.
+    """This launcher's index among a job's launchers, their rank counts and rendezvous.
 
     Attributes:
         ranks_by_node: number of ranks that each launcher starts, by ``node_rank``.
@@ -167,7 +167,7 @@ def _stalls_watched(
 ) -> Iterator[None]:
     """Watch the ranks' heartbeats inside the block; print stalls, end stalled ranks.
 
-    A no-op if the ranks write no heartbeats.
+    Ranks are ended only if ``settings.action`` is ``restart``. A no-op if the ranks write no heartbeats.
     """
     watched = ranks.watched()
     if watched is None:
@@ -216,7 +216,7 @@ def _rank_variables(env: Mapping[str, str], placement: Placement, *, is_redirect
     # Without NVML_CHECK_VARIABLE, a script that queries devices before it imports DeepSpeed cannot fork device users.
     defaults = {NVML_CHECK_VARIABLE: "1", **compile_cache()}
     if is_redirected:
-        # Not if ranks share an output: unbuffered print() writes a line and its newline separately, so lines would mix.
+        # If ranks share an output, this is not set: unbuffered print() writes line and newline separately, so lines would mix.
         defaults["PYTHONUNBUFFERED"] = "1"
     if sum(placement.ranks_by_node) > 1:
         defaults["OMP_NUM_THREADS"] = "1"
@@ -294,7 +294,7 @@ class _Ranks:
         return None if self._beats is None else read_beat(self._beats, local_rank)
 
     def with_batch(self, outcome: LaunchOutcome) -> LaunchOutcome:
-        """Return ``outcome`` with the batch at which the first failed rank has ended."""
+        """Return ``outcome`` with ``batches_trained`` of the first failure, if known."""
         failure = outcome.first_failure
         beat = None if failure is None else self.read_beat(failure.local_rank)
         if failure is None or beat is None:
@@ -307,7 +307,8 @@ class _Ranks:
     ) -> dict[tuple[int, Stream], int]:
         """Start all ranks; raise ``LaunchError`` if a process could not be started.
 
-        Returns (rank, stream) -> descriptor of the rank's output; {} unless output is read (``is_read``).
+        ``is_read``: whether the caller reads the ranks' output. If so, the result is (rank, stream) -> file descriptor of the
+        output; otherwise {}.
         """
         readable: dict[tuple[int, Stream], int] = {}
         for one in self.processes:
@@ -347,7 +348,10 @@ class _Ranks:
         return [self._file(one.rank, "phase.json") for one in self.processes]
 
     def end_stalled(self, rank: int | None, text: str) -> None:
-        """Write the error record of a stalled rank, so that the supervisor ends all ranks."""
+        """Write an error record with ``text``, so that the supervisor ends all ranks.
+
+        The record is that of the straggler ``rank``; of the first local rank if None.
+        """
         named = self.processes[0].rank if rank is None else rank
         error = RankStalledError(text)
         write_record(self._file(named, "error.json"), error, text, line=text)
@@ -394,7 +398,7 @@ class _Ranks:
 def _popen(
     command: Sequence[str], *, env: dict[str, str], stdout: int = 1, stderr: int = 2
 ) -> subprocess.Popen[bytes] | client.ForkedProcess:
-    """Start a rank's process, by fork if this process has a spare (an idle fork)."""
+    """Start a rank's process, if possible as a fork of this process's idle fork."""
     if tuple(command[:3]) == (sys.executable, "-m", "dstrial.launch.rank_main"):
         # The fork leads a process group but no session: by its session, a master finds a trial's remaining processes.
         program = Program(command[1:], env, str(Path.cwd()), leads="group")

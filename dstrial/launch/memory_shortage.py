@@ -39,7 +39,7 @@ def is_memory_shortage(error: BaseException) -> bool:
 
 
 def memory_advice(error: BaseException) -> str:
-    """Return a text on memory use, with hints; empty if memory was not the problem.
+    """Return memory use and hints for an out-of-memory error; "" for other errors.
 
     Call it while the exception propagates, before memory is freed. Ranks: any; no communication.
     """
@@ -86,7 +86,7 @@ def oom_kills() -> int | None:
 
 
 def killed_text(oom_kills_before: int | None) -> str:
-    """Return the probable cause of a rank's SIGKILL, as text.
+    """Return the probable cause of a rank's SIGKILL, as text for the user.
 
     ``oom_kills_before`` is the value of :func:`oom_kills` when the rank was started.
     """

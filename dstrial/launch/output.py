@@ -77,7 +77,7 @@ class LineReader:
 
 
 def tail(path: Path, num_lines: int = 20) -> str:
-    """Return the last lines of a file; empty if the file is missing."""
+    """Return the last ``num_lines`` lines of a file; "" if the file is missing."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - (1 << 16)))

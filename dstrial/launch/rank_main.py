@@ -52,7 +52,8 @@ def trial_command(
     """Return the command line for one rank of the trial ``module:Class``.
 
     ``config`` is None on a cluster, which provides the config. ``overrides`` are texts ``key=value`` that take precedence over
-    the config. ``resume`` names the checkpoint or run from which to resume.
+    the config. ``resume`` names the checkpoint or run from which to resume; None for a new run. ``test_mode``: whether to train
+    only two batches.
     """
     command = [sys.executable, "-m", _MODULE, "--trial", trial, "--context-dir", str(context_dir.resolve())]
     if config is not None:
@@ -67,13 +68,13 @@ def trial_command(
 
 
 def script_command(words: Sequence[str], *, directory: Path | None = None) -> list[str]:
-    """Return the command that starts one rank of a user's SCRIPT ARGS.
+    """Return the command that starts one rank of a user's command ``words``.
 
-    This module runs a Python file or ``-m MODULE``, with or without ``python`` before it, and records the traceback. Any other
-    command is returned unchanged.
+    A Python file or ``-m MODULE``, with or without ``python`` before it, is run by this module, which records the traceback.
+    Any other command is returned unchanged.
 
     Raises:
-        LaunchError: the Python file is missing in ``directory``, in which the ranks start.
+        LaunchError: the Python file is missing in ``directory``, in which the ranks start; not checked if None.
     """
     rest = list(words)
     if (

@@ -1,4 +1,4 @@
-"""Find out how many ranks a launcher starts, and its place among other launchers.
+"""Find out how many ranks a launcher starts, and its index among other launchers.
 
 All commands import this module for ``--slots``, so slow imports are inside functions.
 """
@@ -46,7 +46,7 @@ def slots_argument(text: str) -> int:
 def is_on_cluster(environ: Mapping[str, str]) -> bool:
     """Return whether ``environ`` belongs to a task of Determined or dstrial's master.
 
-    Ranks that a dsat search measures belong to the search, even if the search runs in such a task.
+    False for ranks that a dsat search measures: they belong to the search, even if the search runs in such a task.
     """
     return HPARAMS_VARIABLE not in environ and any(name in environ for name in _CLUSTER_VARIABLES)
 
@@ -67,15 +67,15 @@ def num_accelerators() -> int:
 def num_slots(asked: int | None, configured: int | None) -> int:
     """Return the number of ranks that a launcher starts outside a cluster.
 
-    It is ``asked`` (``--slots``), else ``configured`` (``slots_per_trial``; 0 means one rank on the CPU), else one per
-    accelerator, else 1. Each rank checks whether there are enough accelerators.
+    The number is ``asked`` (``--slots``) if not None, else ``configured`` (``slots_per_trial``; 0 means one rank on the CPU),
+    else the number of accelerators, but at least 1. Each rank checks whether there are enough accelerators.
     """
     wanted = asked if asked is not None else configured
     return max(num_accelerators() if wanted is None else wanted, 1)
 
 
 def cluster_info() -> ClusterInfo | None:
-    """Return Determined's cluster info for this process's trial; None off a cluster."""
+    """Return Determined's cluster info if this process belongs to a trial, else None."""
     if not is_on_cluster(os.environ):
         return None
     import determined
@@ -138,7 +138,7 @@ class SlurmStep:
 
 
 def slurm_task(environ: Mapping[str, str]) -> RankIdentity | None:
-    """Return this process's rank identity in a Slurm step of several tasks; else None."""
+    """Return this process's identity in a Slurm step of several tasks, else None."""
     if "SLURM_PROCID" not in environ:
         return None
     task = identify({name: value for name, value in environ.items() if name not in _RANK_VARIABLES})
@@ -146,9 +146,10 @@ def slurm_task(environ: Mapping[str, str]) -> RankIdentity | None:
 
 
 def step_of(task: RankIdentity, wanted: int | None, num_accelerators: int) -> SlurmStep:
-    """Return the Slurm step of ``task``, with the number of ranks to start. Pure.
+    """Return the Slurm step of ``task``, with the number of ranks to start.
 
-    ``wanted`` is the number of ranks on all nodes; None for one per accelerator or task.
+    ``wanted`` is the number of ranks on all nodes. If None, each task is a rank if a node has several tasks; otherwise each
+    accelerator has a rank.
 
     Raises:
         LaunchError: the ranks cannot be divided evenly.

@@ -18,11 +18,11 @@ _log = logging.getLogger(__name__)
 
 _PROCESSES = Path("/proc")
 _LOCK_NAME = "lock"
-# A process that has just created the file may not list it among its open files yet.
+# Minimum age of a stale lock: a process that has just created the file may not list it among its open files yet.
 _MIN_AGE_S = 1.0
-# A process that releases the lock closes the file first, then removes it, and raises an error if it is missing.
+# Time between two checks: a process that releases the lock closes the file, then removes it, and fails if it is missing.
 _RECHECK_DELAY_S = 2.0
-# On a network file system another machine may hold the lock; no build takes this long.
+# Minimum age on a network file system, where another machine may hold the lock; no build takes this long.
 _MIN_AGE_ON_NETWORK_S = 1800.0
 _LOCAL_FILE_SYSTEMS = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
 
@@ -30,8 +30,8 @@ _LOCAL_FILE_SYSTEMS = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "ove
 def remove_stale_locks(root: Path) -> list[Path]:
     """Remove and log stale locks of extension builds; return their paths.
 
-    A lock is stale if no process has the file open, also 2 seconds later. On a network file system it must also be older than
-    30 minutes. ``root`` is the directory of torch's compiled extensions. Linux only.
+    A lock is stale if no process has the file open in two checks, 2 seconds apart. On a network file system, a stale lock is
+    also older than 30 minutes. ``root`` is the directory of torch's compiled extensions. Linux only.
     """
     suspects = _unheld_locks(root)
     if not suspects:
@@ -42,7 +42,10 @@ def remove_stale_locks(root: Path) -> list[Path]:
 
 
 def _unheld_locks(folder: Path) -> dict[Path, tuple[int, int, int]]:
-    """Return lock -> (device, inode, mtime) for old locks that no process has open."""
+    """Return lock -> (device, inode, mtime in ns) for locks that no process has open.
+
+    Locks younger than 1 second, on a network file system 30 minutes, are left out.
+    """
     try:
         locks = _locks(folder)
     except OSError:
@@ -62,7 +65,7 @@ def _unheld_locks(folder: Path) -> dict[Path, tuple[int, int, int]]:
 
 
 def running_builds(root: Path) -> list[tuple[Path, float]]:
-    """Return (folder, start in epoch seconds) of running builds, the oldest first.
+    """Return (extension's folder, epoch seconds) of running builds, oldest first.
 
     ``root`` is the directory of torch's compiled extensions.
     """
@@ -105,7 +108,7 @@ def _remove(lock: Path) -> bool:
 
 
 def _open_files() -> Iterator[tuple[int, int]]:
-    """Yield (device, inode) of open files that this account may inspect."""
+    """Yield (device, inode) of open files of processes that this account may inspect."""
     for descriptors in _PROCESSES.glob("[0-9]*/fd"):
         with contextlib.suppress(OSError):
             for descriptor in descriptors.iterdir():

@@ -16,7 +16,7 @@ from dstrial.ranks.startup_phase import TRAINING, read_phase
 
 STARTING_NAME = "starting.json"  # file in the allocation's directory with the current startup phase
 _START_POLL_S = 0.5
-# A new phase is logged if no line was logged for this time, so that several short phases make no long silence.
+# A new phase is logged if no line was logged for this time. So there is a line even if all phases are short.
 _SILENCE_S = 4.0
 _LOADING_S = 30.0  # age at which a lock on a compiled extension is reported
 _REPEAT_AFTER_S = 30.0  # age at which a phase is logged again; later each time its age has doubled
@@ -40,7 +40,8 @@ def is_due(age_s: float, logged_age_s: float | None, silence_s: float) -> bool:
     """Return whether to log the current startup phase now.
 
     ``age_s`` is the phase's age, ``logged_age_s`` its age when last logged (None: never). ``silence_s`` is the time since the
-    last log line.
+    last log line. A new phase is due if there was no log line for 4 s. A logged phase is due at an age of 30 s or at twice the
+    logged age, whichever is later.
     """
     if logged_age_s is None:
         return silence_s >= _SILENCE_S
@@ -48,7 +49,7 @@ def is_due(age_s: float, logged_age_s: float | None, silence_s: float) -> bool:
 
 
 def oldest_phase(phases: Sequence[tuple[str, float] | None], began_s: float) -> tuple[str, float] | None:
-    """Return the ranks' oldest startup phase and its start; None if all ranks train.
+    """Return (name, start) of the ranks' oldest startup phase; None if all train.
 
     ``phases`` has (phase, start in epoch seconds) of each rank, or None for a rank that has not reported a phase since its start
     at ``began_s``.
@@ -58,9 +59,10 @@ def oldest_phase(phases: Sequence[tuple[str, float] | None], began_s: float) -> 
 
 
 def build_detail(folder: Path, since_s: float) -> str:
-    """Return a text on a running build of an extension: its start, how to avoid it.
+    """Return a text on a running build of an extension, for the user.
 
-    ``folder`` is the extension's directory, ``since_s`` the start of the build in epoch seconds.
+    The text says when the build started, and how to avoid it. ``folder`` is the extension's directory, ``since_s`` the start of
+    the build in epoch seconds.
     """
     clock = time.strftime("%H:%M:%S", time.localtime(since_s))
     without = WITHOUT_OPERATOR.get(folder.name)
@@ -114,7 +116,7 @@ class _Watch:
         detail = ""
         # Builds are found by their locks, because ranks also wait for builds of other trials and of the user's extensions.
         for folder, since_s in [] if is_training else running_builds(self._root)[:1]:
-            is_compiled = any(folder.glob("*.so"))  # then the process probably only loads it
+            is_compiled = any(folder.glob("*.so"))  # if so, the process probably only loads the operator
             if time.time() - since_s >= (_LOADING_S if is_compiled else _SILENCE_S):
                 found, detail = (f"compiling operator {folder.name}", since_s), build_detail(folder, since_s)
         if found is None:

@@ -41,7 +41,7 @@ _TRACKER_TIMEOUT_S = 5.0
 
 @dataclasses.dataclass(slots=True)
 class RankProcess:
-    """One rank's process on this machine: its files, and how it ended.
+    """One rank's process on this machine, with its files and its exit status.
 
     ``exit_problem()`` returns why exit code 0 of this rank counts as a failure; empty if it does not.
     """
@@ -63,8 +63,9 @@ class RankProcess:
 class Supervisor:
     """Supervises the rank processes of one launch on this machine.
 
-    ``tick`` is called every 50 ms, ``request_stop`` by signal handlers. ``shutdown_timeout_s`` after a stop request or 10
-    seconds after the first failure, ranks that still run are killed.
+    ``tick`` is called every 50 ms, ``request_stop`` by signal handlers. A stop request sends SIGTERM to all ranks; so does the
+    first failure, after 2 seconds. Ranks that still run ``shutdown_timeout_s`` after a stop request, or 10 seconds after the
+    first failure, are killed. ``on_stop`` is called with the signal's name at a stop request.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Supervisor:
         self._oom_kills_before = oom_kills()
 
     def watch(self) -> None:
-        """Start one thread per rank that waits for the exit of the rank, a child process."""
+        """Start a thread for each rank; it waits for the exit of the rank's process."""
         for rank in self._ranks:
             name = f"dstrial-rank-{rank.rank}-waiter"
             threading.Thread(target=self._await_end, args=(rank,), name=name, daemon=True).start()

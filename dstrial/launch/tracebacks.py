@@ -14,7 +14,7 @@ import dstrial
 from dstrial.errors import DstrialError
 from dstrial.visible_text import cut_text
 
-# Limit: a message may contain a whole tensor or file, and is copied to all ranks, launcher, log and run record.
+# Limits of a shown text: a message may contain a whole tensor or file. All ranks, the log and the run record get a copy.
 MAX_SHOWN_CHARS = 1 << 16
 MAX_LINE_CHARS = 1 << 11
 _MAX_WHOLE_CHARS = 1 << 20
@@ -127,7 +127,10 @@ def _chain_length(described: traceback.TracebackException | None) -> int:
 
 
 def _block(described: traceback.TracebackException, error: BaseException, base: str) -> tuple[str, bool]:
-    """Return one exception of a chain as text, and whether all its frames are shown."""
+    """Return one exception as text, and whether the text shows all frames.
+
+    ``base`` is a directory with a trailing slash; paths in it are shown as relative.
+    """
     frames = _frames_of(described.stack)
     ending = "".join(described.format_exception_only()).rstrip("\n")
     if getattr(described, "exceptions", None):
@@ -158,7 +161,10 @@ def _of_user(frames: Sequence[_Frame]) -> list[_Frame]:
 
 
 def _folded(frames: Sequence[_Frame], base: str, *, keeps_innermost: bool) -> list[str]:
-    """Return user frames as lines; consecutive other frames become one line."""
+    """Return user frames, at most 16, as text; a line counts consecutive other frames.
+
+    If no frame is the user's, the last two are shown if ``keeps_innermost``; otherwise all are only counted.
+    """
     kept = {position for position, frame in enumerate(frames) if _package(frame.file) is None}
     if not kept and keeps_innermost:
         kept = set(range(len(frames))[-_INNERMOST:])
@@ -199,7 +205,10 @@ def _place(frame: _Frame) -> str:
 
 
 def _package(file: str) -> str | None:
-    """Return the owner of a file: a package, dstrial or Python; None for user code."""
+    """Return the package that a file belongs to; None for user code.
+
+    The result may also be "dstrial", "Python" or "generated code".
+    """
     installed = _INSTALLED.search(file)
     if installed is not None:
         return installed[1].removesuffix(".py")

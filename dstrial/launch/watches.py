@@ -1,4 +1,4 @@
-"""Shared code of ``start_watch`` and ``stalls``: a polling thread, a status file."""
+"""A polling thread and a status file, used by ``start_watch`` and ``stalls``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def polling(
 
 
 class StatusFile:
-    """A JSON status file in the allocation's directory; a no-op without a master."""
+    """A JSON status file in the allocation's directory.
+
+    Without a master there is no such directory, and ``write`` is a no-op.
+    """
 
     def __init__(self, name: str) -> None:
         directory = os.environ.get(ALLOCATION_DIR_VARIABLE)

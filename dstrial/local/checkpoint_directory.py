@@ -1,7 +1,8 @@
 """Create, list and delete a run's checkpoint directories; decide which to keep.
 
 ``<checkpoints>/<uuid>/`` is a checkpoint as soon as its completion marker exists. During a save, ``<uuid>.saving/`` in the same
-directory names the process of rank 0. If that process has died, the next start removes the two directories.
+directory names the process of rank 0, which writes the checkpoint. If this process dies, the run's next start removes both
+directories.
 
 ``KeepPolicy`` implements Determined's ``checkpoint_storage`` rules. A run without a master counts as an experiment of one trial.
 """
@@ -57,7 +58,7 @@ def _saving_path(checkpoints_path: Path, storage_id: str) -> Path:
 
 
 def begin_checkpoint(checkpoints_path: Path, storage_id: str) -> None:
-    """Create a checkpoint's directory, and beside it the ``.saving`` directory.
+    """Create a checkpoint's directory and, next to it, the ``.saving`` directory.
 
     The ``.saving`` directory names this process as the writer. On an error, both directories are removed. Ranks: 0.
     """
@@ -82,8 +83,8 @@ def remove_checkpoint(
 ) -> None:
     """Remove a complete or incomplete checkpoint, its completion marker first.
 
-    ``delete_files`` deletes the files of a checkpoint in object storage. If it raises, or the process is killed during the
-    call, ``remove_incomplete_checkpoints`` removes the rest.
+    ``delete_files(storage_id)`` deletes the checkpoint's files in an external storage; None if there is no external storage. If
+    this function raises, or the process is killed, a later ``remove_incomplete_checkpoints`` removes the rest.
     """
     path = checkpoints_path / storage_id
     if path.is_dir():
@@ -128,11 +129,11 @@ def newest_checkpoint(checkpoints_path: Path) -> StoredCheckpoint | None:
 def remove_incomplete_checkpoints(
     checkpoints_path: Path, delete_files: Callable[[str], object] | None = None
 ) -> None:
-    """Remove incomplete checkpoints of dead processes.
+    """Remove checkpoints that were never completed because the writing process died.
 
-    A checkpoint is kept if its writer is alive or on another machine. ``delete_files`` deletes a checkpoint's files in object
-    storage; if it raises ``CheckpointError``, the checkpoint is kept for the next call. Directories without a ``.saving``
-    directory are kept, such as Determined's TensorBoard files.
+    A checkpoint is not removed if its writer is alive or on another machine. ``delete_files(storage_id)`` deletes a
+    checkpoint's files in an external storage, None if there is none. If this function raises ``CheckpointError``, the next call
+    tries again. Directories without a ``.saving`` directory, such as those of Determined's TensorBoard files, are not removed.
     """
     names = {path.stem for path in checkpoints_path.glob(f"*{SAVING_SUFFIX}")}
     for name in sorted(names):
@@ -161,14 +162,14 @@ KEEP_DEFAULTS = {"save_trial_latest": 1, "save_trial_best": 1, "save_experiment_
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeepPolicy:
-    """Numbers of checkpoints of a run that are kept after each save."""
+    """How many checkpoints of a run to keep; all others are deleted after each save."""
 
-    num_latest: int = 1  # the checkpoints completed last; the newest is kept even at 0
-    num_best: int = 1  # the best by the searcher metric, which may be among the latest
+    num_latest: int = 1  # number of checkpoints to keep that were completed last; 0 has the effect of 1
+    num_best: int = 1  # number of checkpoints to keep that are best by the searcher metric
 
     @classmethod
     def from_config(cls, checkpoint_storage: Mapping[str, object] | None) -> KeepPolicy | None:
-        """Return the policy in ``checkpoint_storage``; None (keep all) if it has none.
+        """Return the policy in ``checkpoint_storage``; None (keep all) if there is none.
 
         A policy is one or more of the fields ``save_trial_latest``, ``save_trial_best`` and ``save_experiment_best``.
         If a field is given, missing ones get Determined's defaults: latest 1, trial best 1, experiment best 0.

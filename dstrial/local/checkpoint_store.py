@@ -60,7 +60,7 @@ from dstrial.storage_guard import StorageGoneError
 
 logger = logging.getLogger("dstrial.local")
 
-# Key of the completion marker with the SHA-256 of the metadata file, which the manifest does not have.
+# Key of the completion marker: SHA-256 of the metadata file, which is not in the manifest.
 _METADATA_DIGEST = "metadata_sha256"
 # Directory in which Determined 0.38.1 keeps checkpoints without a master; user code may build paths below it.
 _DETERMINED_PATH = platformdirs.user_data_path("determined")
@@ -69,7 +69,7 @@ _DETERMINED_PATH = platformdirs.user_data_path("determined")
 class _CheckpointDirectory(storage.SharedFSStorageManager):  # type: ignore[misc]  # mypy does not follow determined
     """A storage manager of Determined that records which process writes a checkpoint.
 
-    It never creates the storage directory: after an unmount the files would land on the wrong disk.
+    A save never creates the storage directory: after an unmount, the files would be written to the wrong disk.
     """
 
     def __init__(self, path: Path, *, is_chief: bool) -> None:
@@ -98,7 +98,8 @@ class _CheckpointDirectory(storage.SharedFSStorageManager):  # type: ignore[misc
 class LocalCheckpointContext(NodeCheckpointContext):
     """Stores checkpoints in a directory that all ranks can write to, without a master.
 
-    With an external storage, ``checkpoints_path`` has only a record (metadata and completion marker) of each checkpoint.
+    With an external storage, ``checkpoints_path`` has only a record (manifest, metadata and completion marker) of each
+    checkpoint.
 
     Args:
         checkpoints_path: directory of the checkpoints or of their records.
@@ -314,7 +315,7 @@ class LocalCheckpointContext(NodeCheckpointContext):
         self._remove(storage_id)
 
     def directory_of(self, storage_id: str) -> Path | None:
-        """Return the directory of a complete checkpoint; None in object storage."""
+        """Return the directory with a complete checkpoint's files; None in object storage."""
         path = self._checkpoints_path / storage_id
         settings = recorded_storage(path, self._settings)
         if settings is None:
@@ -326,7 +327,7 @@ class LocalCheckpointContext(NodeCheckpointContext):
         )
 
     def close(self) -> None:
-        """Delete the scratch directory of checkpoints in object storage."""
+        """Delete the scratch directory of object storage; a no-op without one."""
         self._open.close()
 
     def _record_of(self, storage_id: str) -> Path:
@@ -367,10 +368,10 @@ class LocalCheckpointContext(NodeCheckpointContext):
         return path
 
     def _elsewhere(self, storage_id: str) -> Path | None:
-        """Find another run's complete checkpoint by its uuid, or return None.
+        """Return another run's complete checkpoint with this uuid; None if not found.
 
-        Searches the directory of this run's runs, and the default one. (Determined 0.38.1 keeps all local checkpoints in one
-        directory.)
+        Searches the runs directory that contains this run, then the default runs directory. (Determined 0.38.1 stores all local
+        checkpoints in one directory, so scripts may use the uuid of another run's checkpoint.)
         """
         # <runs>/<experiment>/<run>/checkpoints/<uuid>
         for runs in (*self._checkpoints_path.parents[2:3], default_runs_dir()):
@@ -380,7 +381,10 @@ class LocalCheckpointContext(NodeCheckpointContext):
         return None
 
     def _stored(self, name: str) -> Path | None:
-        """Return a local directory with an object-storage checkpoint's metadata, or None."""
+        """Download an object-storage checkpoint's metadata; return their local directory.
+
+        None if ``name`` is no uuid, the storage has no such complete checkpoint, or there is no object storage.
+        """
         manager = self._storage_manager
         if not isinstance(manager, ObjectStorageManager) or not is_uuid(name):
             return None
@@ -396,7 +400,7 @@ class MirroredCheckpointContext(NodeCheckpointContext):
         cluster: Determined's own checkpoint context, whose connection to the master is used.
         settings: the external storage of the files; None if the run directory has them.
         keep: the policy for deleting checkpoints after each save; None keeps all.
-        train: the train context, which knows the validations.
+        train: the train context, whose validations determine the best checkpoints.
     """
 
     def __init__(
@@ -462,11 +466,11 @@ class MirroredCheckpointContext(NodeCheckpointContext):
         try:
             found = bindings.get_GetCheckpoint(self._session, checkpointUuid=storage_id).checkpoint
         except (ForbiddenException, NotFoundException):
-            return False  # the checkpoint belongs to another trial or master
+            return False  # another trial or another master has the checkpoint
         return bool(found.taskId == self._task_id)
 
     def _record_of(self, storage_id: str) -> Path | None:
-        """Return the path of ``--resume``; None for a uuid."""
+        """Return ``storage_id`` as a path if it is an absolute path, else None."""
         return Path(storage_id) if Path(storage_id).is_absolute() else None
 
 
@@ -490,7 +494,10 @@ def _digest_of_metadata(path: Path) -> str:
 def _deletion(
     settings: Mapping[str, Any] | None, manager: storage.StorageManager
 ) -> Callable[[str], object] | None:
-    """Return the function that deletes a checkpoint's files from an external storage."""
+    """Return a function that deletes a checkpoint's files from the external storage.
+
+    None if ``settings`` is None, because there is no external storage.
+    """
     if settings is None:
         return None
     if not object_storage.is_object_storage(settings):
@@ -511,7 +518,7 @@ def _superfluous(
     *,
     smaller_is_better: bool,
 ) -> list[str]:
-    """Return the uuids of complete checkpoints that the keep policy deletes."""
+    """Return uuids of complete checkpoints that ``keep`` deletes; [] if it is None."""
     if keep is None:
         return []
     stored = sorted(list_checkpoints(checkpoints_path), key=lambda checkpoint: checkpoint.time)

@@ -49,7 +49,8 @@ class LocalPreemptContext(core.DummyPreemptContext):  # type: ignore[misc]  # my
     def should_preempt(self, auto_ack: bool = True) -> bool:
         """Return whether the job should save a checkpoint and exit.
 
-        Ranks: all, in step, in mode ``WorkersAskChief`` (one broadcast); rank 0 in ``ChiefOnly``; any in ``WorkersAskMaster``.
+        Ranks: in mode ``WorkersAskChief`` all, collectively (one broadcast); in ``ChiefOnly`` rank 0; in ``WorkersAskMaster``
+        any.
         """
         if not self._started or self._preempt_mode is not core.PreemptMode.WorkersAskChief:
             super().should_preempt(auto_ack)  # raises on a wrong call; does not communicate in these modes
@@ -59,7 +60,7 @@ class LocalPreemptContext(core.DummyPreemptContext):  # type: ignore[misc]  # my
 
 
 class _ProgressSession:
-    """A stand-in for the master's session, to which searcher operations post progress."""
+    """Replaces the master's session: searcher operations post their progress to it."""
 
     def __init__(self, train: LocalTrainContext) -> None:
         self._train = train
@@ -79,14 +80,14 @@ class LocalSystemMetrics:
         self._train.report_system_metrics(group, metrics, report_time, self._node_idx)
 
     def close(self) -> None:
-        """Do nothing: every report is already written."""
+        """Do nothing, because ``report`` writes each report at once."""
 
 
 class NodeProfiler(core.ProfilerContext):  # type: ignore[misc]  # mypy does not follow determined
     """Determined's profiler, reporting a node's system metrics to ``sink``.
 
-    ``sink`` has the methods of ``LocalSystemMetrics``. When the profiler is closed, the collector reports its current samples
-    (determined 0.38.1 ``core/_profiler.py``), and ``close`` waits for this last report.
+    ``sink`` has the methods of ``LocalSystemMetrics``. At the end, Determined's collector thread reports its last samples
+    (determined 0.38.1 ``core/_profiler.py``). ``_close`` waits at most 10 s for this report.
     """
 
     def __init__(self, agent_id: str, distributed: core.DistributedContext, sink: Any) -> None:
@@ -105,7 +106,7 @@ class NodeProfiler(core.ProfilerContext):  # type: ignore[misc]  # mypy does not
         if collector is None:
             return
         for one in collector._metric_collectors:
-            # A stopping collector would fill its window with samples of one moment: let it take one if it has none.
+            # A stopping collector fills its window with samples of one moment. Instead, it takes one sample if it has none.
             sample = one.sample_metrics
             one.sample_metrics = lambda one=one, sample=sample: None if one.metric_samples else sample()
         super()._close()
@@ -148,8 +149,9 @@ def init(
 ) -> LocalContext:
     """Return the core context of a run without a master.
 
-    ``exp_conf`` has the searcher's metric, ``searcher.max_length``, and which checkpoints to keep. Without a ``max_length``, the
-    result's ``searcher`` is None. ``stop_requested`` returns the reason to stop or None; it must not communicate.
+    ``exp_conf`` is the experiment config, from which ``searcher`` and ``checkpoint_storage`` are used. Without
+    ``searcher.max_length``, the result's ``searcher`` is None. ``stop_requested`` returns the reason to stop, or None; it must
+    not communicate between ranks.
     """
     config = {**(exp_conf or {}), "searcher": (exp_conf or {}).get("searcher") or {}}
     run_directory = run_dir if isinstance(run_dir, RunDirectory) else RunDirectory.open(run_dir)
@@ -204,7 +206,7 @@ def mirror(
     """Make a master's core context also write to a run directory.
 
     Replaces ``core_context.checkpoint`` and ``core_context.train``; returns the new ``train``. The context's ``tensorboard_mode``
-    must be ``MANUAL``. At the end, call ``flush_progress`` of the result and :func:`remove_tensorboard_directories`.
+    must be ``MANUAL``. At the end of the run, call the result's ``flush_progress`` and :func:`remove_tensorboard_directories`.
     """
     is_chief = core_context.distributed.rank == 0
     if is_chief:
@@ -229,7 +231,8 @@ def mirror(
 def remove_tensorboard_directories(core_context: core.Context, run_directory: RunDirectory) -> None:
     """Remove the empty directories that Determined creates for TensorBoard files.
 
-    Call this at the end of a run, because ranks create the directories while they start.
+    Call this at the end of a run, because ranks create the directories while they start. A no-op on ranks other than 0 and
+    without a master.
     """
     if core_context.distributed.rank != 0 or core_context.info is None:
         return

@@ -90,7 +90,8 @@ def read_json(path: Path) -> Any:
 def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
     """Append one row to a file of JSON lines with a single write.
 
-    If the write fails, the written part of the row is removed. If the process is killed, ``repair_json_lines`` removes it.
+    If the write fails, the written part of the row is removed. If the process is killed during the write, a later call of
+    ``repair_json_lines`` removes the part.
 
     Raises:
         OSError: the row could not be written completely.
@@ -113,7 +114,7 @@ def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
 def repair_json_lines(path: Path) -> bool:
     """Repair a last line without line break; return whether the file was changed.
 
-    A complete JSON object gets its line break; an incomplete line is removed.
+    If the line is a complete JSON object, a line break is appended; otherwise the line is removed. False without a file.
     """
     try:
         content = path.read_bytes()
@@ -168,7 +169,7 @@ class JsonLinesTail:
         self._inode: int | None = None
 
     def poll(self) -> list[dict[str, Any]]:
-        """Return the rows since the last call; all rows if the file was replaced.
+        """Return the rows written since the last call; all rows if the file was replaced.
 
         Lines that are no JSON object are left out.
         """

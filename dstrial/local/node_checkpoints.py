@@ -1,9 +1,9 @@
 """A checkpoint context for object storage: each node transfers its files once.
 
 Ranks write a checkpoint into a scratch directory of their node. Then the first rank of each node uploads the node's files, and
-rank 0 uploads the completion marker last. To load a checkpoint, the first rank of each node downloads it for all. The run
-directory keeps a record of each checkpoint in object storage: ``checkpoints/<uuid>/`` with the manifest, the metadata and a
-completion marker that names the storage. Code that lists or chooses checkpoints reads the records.
+rank 0 uploads the completion marker last. To load a checkpoint, the first rank of each node downloads the files for all ranks
+of the node. The run directory has a record of each checkpoint in object storage: ``checkpoints/<uuid>/`` with the manifest, the
+metadata and a completion marker that names the storage. Code that lists or chooses checkpoints reads these records.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dstrial.scratch import scratch_directory
 
 logger = logging.getLogger("dstrial.local")
 
-_RECORDED = (MANIFEST_NAME, METADATA_NAME)  # files of a checkpoint that its local record has, too
+_RECORDED = (MANIFEST_NAME, METADATA_NAME)  # files of a checkpoint that are copied into the local record
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ def run_on_all_ranks(
 
     Raises:
         CheckpointError: ``step`` raised an ``OSError`` on this rank, or any exception on another rank. Any other exception of
-            this rank is raised unchanged.
+            this rank is raised unchanged; a ``RankError`` at once, without communication.
 
     Ranks: all, collectively.
     """
@@ -80,7 +80,9 @@ def run_on_all_ranks(
 def require_storage(distributed: core.DistributedContext, settings: Mapping[str, Any] | None) -> None:
     """Raise CheckpointError on all ranks if rank 0 cannot write to the object storage.
 
-    Ranks: all, collectively, if ``settings`` are those of object storage.
+    ``settings`` is a config's external storage. A no-op if this storage is None or a directory.
+
+    Ranks: all, collectively.
     """
     if settings is not None and object_storage.is_object_storage(settings):
         run_on_all_ranks(
@@ -182,8 +184,8 @@ class ObjectStorageManager(storage.StorageManager):  # type: ignore[misc]  # myp
 class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # mypy does not follow determined
     """Determined's checkpoint context, with completion markers.
 
-    With object storage, each node transfers its files once. (Determined 0.38.1 detects a shared directory by device and inode,
-    which may be equal on two machines.)
+    With object storage, each node transfers its files once. (Determined 0.38.1 treats directories with equal device and inode
+    as one shared directory, but these numbers may be equal on two machines.)
     """
 
     _settings: Mapping[str, Any] | None = None  # the external storage of the files; None if there is none
@@ -192,7 +194,10 @@ class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # my
     def of_cluster(
         cls, cluster: core.CheckpointContext, manager: ObjectStorageManager | None
     ) -> NodeCheckpointContext:
-        """Convert Determined's checkpoint context; if given, ``manager`` stores the files."""
+        """Convert Determined's checkpoint context.
+
+        ``manager`` replaces the storage manager of ``cluster``; None for no replacement.
+        """
         made = cls.__new__(cls)
         made.__dict__.update(cluster.__dict__)
         if manager is not None:
@@ -230,7 +235,10 @@ class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # my
         resources: dict[str, int] | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> None:
-        """Write the completion marker, then report to the master. Ranks: 0."""
+        """Write the completion marker, then report to the master. Ranks: 0.
+
+        Without ``steps_completed`` in ``metadata``, no marker is written.
+        """
         steps_completed = (metadata or {}).get("steps_completed")
         if steps_completed is not None:
             self._mark(storage_id, completion_info(storage_id, steps_completed))
@@ -288,7 +296,10 @@ class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # my
         return dict(found or {})
 
     def _record_of(self, storage_id: str) -> Path | None:
-        """Return the local directory with a checkpoint's metadata and marker, if any."""
+        """Return the local directory with a checkpoint's metadata and marker, or None.
+
+        None here: subclasses with a run directory override this method.
+        """
         del storage_id
         return None
 
@@ -299,7 +310,10 @@ class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # my
         download_mode: core.DownloadMode,
         selector: Callable[[str], bool] | None,
     ) -> Iterator[Path]:
-        """Yield the directory with a checkpoint's files; download them if necessary."""
+        """Yield the directory with the files of the checkpoint that ``record`` describes.
+
+        Downloads the files if they are in object storage.
+        """
         settings = recorded_storage(record, self._settings)
         if settings is None:
             yield record
@@ -370,7 +384,10 @@ class NodeCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # my
 
 
 def _require_manifest(root: Path, expected: str | None) -> None:
-    """Raise CheckpointDamagedError if a manifest's SHA-256 is not ``expected``."""
+    """Raise CheckpointDamagedError if the manifest in ``root`` has a wrong SHA-256.
+
+    A no-op if ``expected`` is None or there is no manifest.
+    """
     path = root / MANIFEST_NAME
     if expected is not None and path.is_file() and hash_file(path).sha256 != expected:
         raise CheckpointDamagedError(
@@ -382,7 +399,7 @@ def _require_manifest(root: Path, expected: str | None) -> None:
 def downloaded_record(manager: ObjectStorageManager, storage_id: str) -> Path | None:
     """Download a checkpoint's marker, manifest and metadata; return their directory.
 
-    None if the storage has no such checkpoint, or if its completion marker is missing.
+    Returns None if the storage has no such checkpoint, or no completion marker of this checkpoint.
     """
     # The ranks of a node share the scratch directory and download at the same time.
     record = manager.scratch / f"records-{os.getpid()}" / storage_id
@@ -393,7 +410,7 @@ def downloaded_record(manager: ObjectStorageManager, storage_id: str) -> Path | 
 
 
 def shared_scratch(distributed: core.DistributedContext, stack: contextlib.ExitStack) -> Path:
-    """Return a directory that this node's ranks share until ``stack`` is closed.
+    """Create a directory for all ranks of this node; closing ``stack`` deletes it.
 
     Ranks: all, collectively.
     """

@@ -92,7 +92,10 @@ def utc_now() -> str:
 
 
 def utc_stamp(moment: str | None = None) -> str:
-    """Return an ISO 8601 UTC time, or now, in the form ``20260131T235959Z``."""
+    """Return a time in the form ``20260131T235959Z``.
+
+    ``moment`` is ISO 8601 in UTC; None for the current time.
+    """
     return f"{re.sub(r'[-:]', '', (moment or utc_now())[:19])}Z"
 
 
@@ -163,7 +166,7 @@ class RunDirectory:
         return self.path / (f"outcome.node{node_idx}.json" if node_idx else "outcome.json")
 
     def outcome_paths(self) -> list[Path]:
-        """Return the outcome files of the nodes whose launchers have ended."""
+        """Return the paths of the last attempt's outcome files, one per ended launcher."""
         return sorted(self.path.glob("outcome*.json"))
 
     def link_best(self, uuid: str) -> None:
@@ -177,10 +180,10 @@ class RunDirectory:
         return self.logs_path / f"attempt_{attempt}"
 
     def begin_logs(self, allocation_id: str) -> Path:
-        """Return the path of the directory for the logs of an allocation's ranks.
+        """Return the directory for the logs of an allocation's ranks, not yet created.
 
-        The directory is not created. The launchers on all hosts of the allocation get the same path. If the last attempt
-        belongs to another allocation, because the master has restarted the trial, this call begins a new attempt.
+        The launchers on all hosts of the allocation get the same path. If the last attempt is another allocation's, because the
+        master has restarted the trial, a new attempt is recorded in ``run.json``.
         """
         record = self.read_record()
         attempt = record.num_attempts
@@ -307,7 +310,10 @@ class RunDirectory:
         )
 
     def end_attempt(self, state: RunState, failure: str | None = None) -> None:
-        """Record the state and end time of the attempt; ``failure`` is one line."""
+        """Record the state and end time of the attempt.
+
+        ``failure`` says in one line why the attempt failed; None if it did not fail.
+        """
         self._write_record(
             dataclasses.replace(self.read_record(), state=state, ended=utc_now(), failure=failure)
         )

@@ -46,7 +46,7 @@ class RunMonitor:
         self._view = RunView()
 
     def poll(self) -> RunView:
-        """Return the current view; ``new_reports`` has the reports since the last call."""
+        """Return the run's progress; ``new_reports`` has the reports since the last call."""
         reports: list[Report] = []
         for row in self._tail.poll():
             # System metrics have no batch. A resume replaces the file; `poll` then returns earlier rows again.
@@ -100,7 +100,7 @@ def number(value: float) -> str:
 def report_line(report: Report, batches_total: int | None, metric: str | None) -> str:
     """Format a report, for example ``batch 100/1000  loss 0.52  1834 samples/s``.
 
-    ``metric`` is the validation metric to show; ``batches_total`` is None if the length is unknown.
+    ``metric`` is the validation metric to show; None for a default. ``batches_total`` is None if the length is unknown.
     """
     total = "" if batches_total is None else f"/{batches_total}"
     place = f"batch {report.steps_completed}{total}"
@@ -117,7 +117,7 @@ def report_line(report: Report, batches_total: int | None, metric: str | None) -
 def read_validations(run_directory: RunDirectory, metric: str | None) -> dict[int, float]:
     """Return a run's validations: ``steps_completed`` -> newest value of ``metric``.
 
-    NaN is included. Validations without ``metric`` are left out.
+    NaN is included. Validations without ``metric`` are left out; {} if ``metric`` is None.
     """
     values: dict[int, float] = {}
     for row in read_json_lines(run_directory.metrics_path, containing=b'"group": "validation"'):

@@ -118,7 +118,7 @@ def epoch_length_of(loader: Any, micro_batches_per_batch: int) -> int:
 
 
 def micro_batch_of(accelerator: Any, own: int | None) -> int:
-    """Return the DeepSpeed config's micro batch size; ``own`` if it has no number.
+    """Return the DeepSpeed config's micro batch size, else the script's size ``own``.
 
     Raises:
         ConfigError: the config's value is missing or "auto", and ``own`` is None.
@@ -133,10 +133,10 @@ def micro_batch_of(accelerator: Any, own: int | None) -> int:
 
 
 def require_micro_batch(loaders: Iterable[Any], before: int | None, now: int) -> None:
-    """Raise DataError if no loader has the micro batch size of the resumed run.
+    """Raise DataError if a resume changed the micro batch size, and no loader has it.
 
     ``before`` is the checkpoint's micro batch size (None for a new run), ``now`` that of the engine after the resume.
-    ``loaders`` are all loaders that the accelerator has prepared.
+    ``loaders`` are all loaders that the accelerator has prepared. A no-op if no loader has a known batch size.
     """
     sizes = {size for loader in loaders if (size := _batch_size(loader)) is not None}
     if before is not None and before != now and sizes and now not in sizes:
@@ -200,17 +200,20 @@ class AcceleratorCheckpoint(Checkpointable):
     def _load_state(
         self, context: DeepSpeedTrialContext, load_path: pathlib.Path, loads: Sequence[Callable[..., Any]]
     ) -> None:
-        """Call ``load_state`` with ``loads`` in place of the engines' ``load_checkpoint``."""
+        """Call ``load_state`` while ``loads[i]`` replaces engine i's ``load_checkpoint``."""
         with contextlib.ExitStack() as stack:
             for engine, load in zip(context.models, loads, strict=True):
                 stack.enter_context(loading_with(engine, load))
             self._accelerator.load_state(str(load_path))
 
     def _rescale_schedulers(self, num_saved: int) -> None:
-        """Convert step counts of schedulers to the current number of processes.
+        """Scale the schedulers' step counts and learning rates to the number of processes.
 
         Accelerate steps a scheduler once per process and batch. ``num_saved`` is the number of processes that wrote the
-        checkpoint.
+        checkpoint. A no-op if the number is unchanged or the accelerator splits batches.
+
+        Raises:
+            CheckpointLayoutError: a scheduler that Accelerate steps once per process is not a ``LambdaLR``.
         """
         now = int(self._accelerator.num_processes)
         if num_saved == now or self._accelerator.split_batches:
@@ -253,9 +256,9 @@ def _into_given_directory(accelerator: Any) -> Iterator[None]:
 
 
 def _load_or_raise(engine: DeepSpeedEngine, path: pathlib.Path) -> Callable[..., Any]:
-    """Return a ``load_checkpoint`` that raises CheckpointError if files are missing.
+    """Return a variant of ``engine.load_checkpoint`` that raises if it loads nothing.
 
-    DeepSpeed's own method only warns. ``path`` names the checkpoint in the message.
+    The variant raises CheckpointError; DeepSpeed's method only warns. ``path`` is the checkpoint's path for the error.
     """
     load = engine.load_checkpoint
 
@@ -272,5 +275,5 @@ def _load_or_raise(engine: DeepSpeedEngine, path: pathlib.Path) -> Callable[...,
 
 
 def _load_nothing(*_args: Any, **_kwargs: Any) -> Any:
-    """Replace ``load_checkpoint`` of an engine while only the other files are loaded."""
+    """Do nothing: replaces ``engine.load_checkpoint`` to load only the other files."""
     return None, {}

@@ -27,7 +27,7 @@ _SECTION = "deepspeed_config"
 _DEFAULT_STAGE = 2  # default ZeRO stage of DeepSpeedPlugin, accelerate 1.15
 _TOTAL, _MICRO, _STEPS = BATCH_KEYS
 
-# Key of the Accelerate config -> environment variable that Accelerate reads instead.
+# Key of the Accelerate config -> environment variable with the same effect.
 _VARIABLES: Mapping[str, str] = {
     "debug": "ACCELERATE_DEBUG_MODE",
     "enable_cpu_affinity": "ACCELERATE_CPU_AFFINITY",
@@ -67,7 +67,7 @@ class Conversion:
     deepspeed: Mapping[str, Any]  # the DeepSpeed JSON
     variables: Mapping[str, str]  # environment variables
     overwrites: Mapping[str, Any]  # hyperparameter `overwrite_deepspeed_args`
-    left: Sequence[str]  # settings that are not converted, each as a sentence
+    left: Sequence[str]  # a sentence for each setting that is not converted
 
 
 def is_deepspeed(config: Mapping[str, Any]) -> bool:
@@ -134,7 +134,7 @@ def _problems(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str, str]]:
 def _has_effect(value: Any) -> bool:
     """Return whether a value of the Accelerate config has an effect.
 
-    False, null, "no", "none", "all" and empty values have none.
+    False, null, "no", "none", "all" and empty values have no effect.
     """
     return value is not False and value not in (None, "", {}, [], "no", "none", "NO", "all")
 

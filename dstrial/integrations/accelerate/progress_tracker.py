@@ -51,8 +51,8 @@ class RunSchedule:
         Args:
             config: the experiment config.
             global_batch_size: records per batch over all ranks, for periods and lengths in records.
-            length: length of training that overrides the config's; None to use that of the config.
-            is_test: whether to train two batches only.
+            length: length of training, which overrides the config's length; None for the config's length.
+            is_test: whether to train only two batches, report after each, and validate and save only at the end.
         """
         searcher = config.get("searcher") or {}
 
@@ -99,7 +99,10 @@ class RunSchedule:
 
 
 class ProgressTracker:
-    """Counts batches; tells which actions are due after a batch. Equal on all ranks."""
+    """Counts batches; says which actions are due after a batch.
+
+    All ranks have the same state.
+    """
 
     def __init__(self) -> None:
         self.progress = Progress(epoch_length=None)
@@ -110,7 +113,7 @@ class ProgressTracker:
         self._due: set[Boundary] = set()
 
     def begin(self, schedule: RunSchedule, epoch_length: int | None) -> None:
-        """Set the run's schedule, and its batches per epoch (None if unknown)."""
+        """Set the schedule and the number of batches per epoch (None if unknown)."""
         self._schedule = schedule
         self._epoch_length = epoch_length
         self._count_total()
@@ -152,13 +155,13 @@ class ProgressTracker:
 
     @property
     def needs_validation(self) -> bool:
-        """Whether a validation is due and has not been reported yet."""
+        """Whether a validation is due, and none has been reported since the last batch."""
         wanted = {Boundary.VALIDATE} if self.stopped is not None else {Boundary.VALIDATE, Boundary.END}
         return bool(self._due & wanted) and not self.progress.validation_is_current
 
     @property
     def needs_checkpoint(self) -> bool:
-        """Whether a checkpoint is due and has not been saved yet."""
+        """Whether a checkpoint is due, and none has been saved since the last batch."""
         is_due = Boundary.CHECKPOINT in self._due or self.is_over
         return is_due and not self.progress.checkpoint_is_current
 

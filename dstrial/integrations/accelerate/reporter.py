@@ -141,9 +141,14 @@ class Reporter:
         return dict(runtime_of(self._context).hparams or {})
 
     def micro_batch_size(self, own: int | None = None) -> int:
-        """Return the DeepSpeed config's micro batch size; ``own`` if that is ``"auto"``.
+        """Return the DeepSpeed config's micro batch size, else the script's size ``own``.
+
+        ``own`` is used if the config's value is missing or ``"auto"``.
 
         Pass the result as ``batch_size`` to the loader, so that a resumed run keeps its total batch size on any number of ranks.
+
+        Raises:
+            ConfigError: neither the config nor ``own`` has a size.
         """
         return micro_batch_of(self._accelerator, own)
 
@@ -156,7 +161,7 @@ class Reporter:
     def batches_total(self) -> int | None:
         """Total batches of the run; None if the length is in epochs of unknown length.
 
-        The length of an epoch is known from ``batches()`` or a resumed checkpoint on.
+        The length of an epoch is known after the call of ``batches()`` or after a resume from a checkpoint.
         """
         return self._tracker.batches_total
 

@@ -1,4 +1,4 @@
-"""Implement ``Reporter`` after ``resume()``: resume, report, save and stop a run."""
+"""``TrialRun``, to which ``Reporter`` delegates all calls from ``resume()`` on."""
 
 from __future__ import annotations
 
@@ -138,9 +138,9 @@ class TrialRun:
         self._set_status("training")
 
     def _load(self, checkpoint: str) -> int | None:
-        """Restore a checkpoint; return its batches per epoch.
+        """Restore a checkpoint; return the checkpoint's number of batches per epoch.
 
-        Returns None if the number is unknown, or if only the weights of another trial's checkpoint are loaded.
+        Returns None if the number is unknown, or if the checkpoint is another trial's, of which only the weights are loaded.
         """
         context = self._context
         loop_state, continues = self._loader.restore(checkpoint, None)
@@ -185,7 +185,10 @@ class TrialRun:
         self._set_status("completed")
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Wait for the save in the background; close the report writer and loggers."""
+        """Wait for the save in the background; close the report writer and loggers.
+
+        ``has_failed``: whether an exception ended the run, which the loggers then record as failed.
+        """
         self._heartbeat.end()
         self._saver.close()
         try:
@@ -263,7 +266,7 @@ class TrialRun:
     def _between_batches(self) -> bool:
         """Save a checkpoint if due; return whether training is over.
 
-        Does so once per batch, before the next batch's first micro batch. Ranks: all, collectively.
+        A no-op that returns False, unless a batch has ended since the last call. Ranks: all, collectively.
         """
         if not self._has_batch_to_finish:
             return False
@@ -329,9 +332,10 @@ class TrialRun:
 
 
 class LoopWatch:
-    """Measures a rank's batches while the script trains, but not its pauses.
+    """Measures a rank's batches, without the script's pauses for validation.
 
-    FLOPs and the wait for data are measured only in loops over ``Reporter.batches``. Without ``instruments`` nothing is measured.
+    FLOPs and the wait for data are measured only in loops over ``Reporter.batches``. If ``instruments`` is None, nothing is
+    measured.
     """
 
     def __init__(self, instruments: Instruments | None) -> None:
@@ -345,7 +349,7 @@ class LoopWatch:
         self._switch(True)
 
     def watched(self, micro_batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield a loader's micro batches; measure how long the rank waits for them."""
+        """Yield a loader's micro batches; measure how long the rank waits for each."""
         found, ended = iter(micro_batches), object()
         self._has_loader = True
         while True:
@@ -369,7 +373,8 @@ class LoopWatch:
     def end_batch(self, batches_trained: int, seconds: float, *, pauses: bool) -> None:
         """Record the end of a batch.
 
-        ``seconds``, the batch's duration, is used for the first batch only. ``pauses``: whether a validation follows.
+        ``seconds``, the batch's duration, is recorded only for the first batch. ``pauses``: whether a validation follows, which
+        is not measured.
         """
         if self._instruments is None:
             return
@@ -383,7 +388,10 @@ class LoopWatch:
             self._instruments.end_first_batch(batches_trained, seconds)
 
     def resume(self) -> None:
-        """Switch telemetry on after a validation, if ``Reporter.batches`` is not used."""
+        """Resume measuring after a validation.
+
+        A no-op in a loop over ``Reporter.batches``, where the next micro batch resumes measuring.
+        """
         if not self._has_loader:
             self._switch(True)
 
@@ -397,9 +405,10 @@ class LoopWatch:
 
 
 def settings_as_given(runtime: TrialRuntime, engine_idx: int) -> dict[str, Any]:
-    """Return the settings of an engine's DeepSpeed config as the user wrote it.
+    """Return settings of an engine's DeepSpeed config before Accelerate's changes.
 
-    Accelerate replaces "auto" in the engine's own config; here such settings are left out.
+    The settings are those that checkpoints record as ``EngineRecord.given``. Accelerate replaces "auto" in the engine's config
+    by numbers; the result has no numbers for such settings.
     """
     given = runtime.given_hparams or {}
     source = given.get(MAIN_KEY)

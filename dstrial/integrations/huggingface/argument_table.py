@@ -8,7 +8,7 @@ argument               order
 batch sizes            the checkpoint that a run resumes from, an overwrite, the DeepSpeed config, the argument, the equation
 numbers, precision     an overwrite, the DeepSpeed config, the argument, the Trainer's default
 ``--max_steps``        the argument, over ``scheduler.params.total_num_steps``
-``--deepspeed``        the hyperparameter
+``--deepspeed``        the hyperparameter ``deepspeed_config``
 =====================  ====================================================================================================
 
 Batch sizes include accumulation steps. Numbers: clipping, learning rate, warm-up steps, weight decay, Adam's epsilon and betas.
@@ -58,9 +58,9 @@ _TOTAL, _MICRO, _STEPS = BATCH_KEYS
 class ArgumentDraft:
     """A command line and a DeepSpeed config, in which ``reconcile`` changes values.
 
-    ``given`` is the unchanged command line, ``source`` the unchanged config.
+    ``arguments`` and ``config`` are the changed command line and config; ``given`` and ``source`` are the unchanged ones.
 
-    ``contradictions`` are sentences about arguments and keys to which the user gave different values.
+    ``contradictions`` has a sentence for each pair of an argument and a config key to which the user gave different values.
     """
 
     def __init__(self, arguments: CommandLine, source: DeepSpeedSource) -> None:
@@ -81,7 +81,7 @@ class ArgumentDraft:
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def flag_number(self, name: str) -> float | None:
-        """Return the number given by ``--name``; None if there is none."""
+        """Return the number given by ``--name``; None if missing or not a number."""
         try:
             return float(self.given.value(name) or "")
         except ValueError:
@@ -93,9 +93,9 @@ class ArgumentDraft:
         self.config = merge_deepspeed(self.config, value)
 
     def set_argument(self, name: str, value: str | None, winner: str, *, is_expected: bool = False) -> None:
-        """Set ``--name`` to the value of the DeepSpeed key ``winner``; None removes it.
+        """Set ``--name`` to ``value``, from the DeepSpeed key ``winner``; None removes it.
 
-        This is a contradiction if the user gave the argument, unless ``is_expected``.
+        If the user gave the argument, a contradiction is recorded, unless ``is_expected``.
         """
         flag = self.given.find(name)
         self.arguments = (
@@ -109,7 +109,10 @@ class ArgumentDraft:
             )
 
     def let_argument_win(self, keys: Sequence[str], names: Sequence[str]) -> None:
-        """Set missing DeepSpeed ``keys`` to "auto" if an argument of ``names`` is given."""
+        """Set the missing ``keys`` of the config to "auto" if any argument is given.
+
+        ``names`` are the names of the arguments. The Trainer replaces "auto" by the value of the argument.
+        """
         if any(self.given.find(name) is not None for name in names):
             for key in keys:
                 if value_at(self.config, key) is None and _is_read(self, key):
@@ -127,10 +130,10 @@ def reconcile(
         arguments: the command line without the script's name.
         source: the DeepSpeed config with overwrites.
         world_size: number of ranks.
-        resumed: the run that wrote the checkpoint to resume from, whose batch size is kept; None for a new run.
+        resumed: the run that wrote the checkpoint to resume from, whose total batch size is kept; None for a new run.
 
     Returns:
-        The changed arguments and config, with the contradictions.
+        A draft with the changed arguments, the changed config and the contradictions.
 
     Raises:
         ConfigError: the batch sizes contradict each other or the number of ranks.
@@ -165,12 +168,12 @@ def solve_sizes(
     resumed: SavedRun | None = None,
     where: Mapping[str, str] | None = None,
 ) -> tuple[BatchSolution, bool]:
-    """Return the batch sizes, and whether dstrial changed them to keep the total.
+    """Return the batch sizes, and whether they were computed to keep the run's total.
 
-    At a resume on another number of ranks, micro batch and accumulation are computed anew, so that the total batch size stays
-    that of the checkpoint. This happens only if the given sizes are those with which the checkpoint's run started, or have its
-    total on its number of ranks. Other sizes are returned unchanged; ``DetCallback`` rejects them. A computed micro batch is at
-    most the checkpoint's, which is known to fit into memory.
+    If a run resumes on another number of ranks, micro batch and accumulation are computed: the total batch size stays that of
+    the checkpoint. This requires sizes that the user has not changed since the run's start, or sizes with the checkpoint's
+    total on the checkpoint's number of ranks. Other sizes are returned unchanged; ``DetCallback`` rejects them. A computed
+    micro batch is at most the checkpoint's, which is known to fit into memory.
 
     ``resumed`` is the run that wrote the checkpoint; None for a new run. ``where`` maps the name of a batch size to its
     ``file:line: key``, for messages.
@@ -263,7 +266,10 @@ def _set_number(draft: ArgumentDraft, argument: str, key: str, value: float) -> 
 
 
 def _settle_length(draft: ArgumentDraft) -> None:
-    """Set the scheduler's step count to "auto" unless it equals ``--max_steps``."""
+    """Set the scheduler's step count to "auto" if it differs from ``--max_steps``.
+
+    A difference is recorded as a contradiction. A no-op if the step count is not a number.
+    """
     (key,) = LENGTH.keys
     number = draft.number(key)
     if number is None or draft.flag_number(LENGTH.argument) == number:
@@ -293,9 +299,9 @@ def _settle_precision(draft: ArgumentDraft) -> None:
 
 
 def _is_read(draft: ArgumentDraft, key: str) -> bool:
-    """Return whether DeepSpeed's optimizer or scheduler accepts parameter ``key``.
+    """Return whether the config's optimizer or scheduler type accepts the key.
 
-    True for keys outside ``optimizer.params`` and ``scheduler.params``.
+    Always True for keys outside ``optimizer.params`` and ``scheduler.params``; False for an unknown type.
     """
     section, _, parameter = key.rpartition(".params.")
     if not section:

@@ -27,7 +27,7 @@ def sizes_of(args: TrainingArguments) -> tuple[int, int]:
 
 
 def length_of(args: TrainingArguments) -> tuple[str, float]:
-    """Return (unit, length) of training: ``max_steps`` in batches, else epochs."""
+    """Return the length of training: ("batches", ``max_steps``) or ("epochs", number)."""
     steps = int(args.max_steps)
     return ("batches", steps) if steps > 0 else ("epochs", float(args.num_train_epochs))
 
@@ -35,10 +35,11 @@ def length_of(args: TrainingArguments) -> tuple[str, float]:
 def length_problems(
     searcher: Mapping[str, Any], length: tuple[str, float], train_batch_size: int
 ) -> list[ConfigProblem]:
-    """Return a problem for each length in the searcher unlike that of the Trainer.
+    """Return a problem for each length of the searcher that differs from ``length``.
 
-    ``searcher`` is a section of the experiment config, ``length`` the result of ``length_of``. ``train_batch_size`` (over all
-    ranks) converts records. A ``max_time`` in another unit than batches or epochs is ignored.
+    ``searcher`` is a section of the experiment config, in which ``max_length`` and ``max_time`` are compared. ``length`` is the
+    result of ``length_of``. ``train_batch_size`` (over all ranks) converts records to batches. A ``max_time`` in another unit
+    than batches or epochs is ignored.
     """
     wanted: dict[str, tuple[str, float]] = {}
     if (max_length := searcher.get("max_length")) is not None:
@@ -82,7 +83,7 @@ def is_deepspeed(args: TrainingArguments) -> bool:
 
 
 def given_of(args: TrainingArguments) -> dict[str, Any]:
-    """Return the settings that checkpoints record, to find later changes by the user.
+    """Return the user's settings that checkpoints record; a resume compares them.
 
     These are micro batch size, accumulation steps, and the types of optimizer and scheduler in the DeepSpeed config.
     """
@@ -93,7 +94,7 @@ def given_of(args: TrainingArguments) -> dict[str, Any]:
 
 
 def given_by_arguments(micro: int, steps: int) -> dict[str, Any]:
-    """Return micro batch size and accumulation steps as checkpoint metadata."""
+    """Return micro batch size and accumulation steps by their keys in checkpoints."""
     return {BATCH_KEYS[1]: micro, BATCH_KEYS[2]: steps, FILLED_KEY: True}
 
 

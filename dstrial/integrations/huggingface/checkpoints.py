@@ -81,10 +81,10 @@ class TrainerCheckpoints:
         self.last_step = -1
 
     def begin(self, trainer: Any, args: TrainingArguments, state: TrainerState, model: Any) -> None:
-        """Set the model to save; find ``checkpoint-<step>`` directories of later steps.
+        """Set the model to save; mark the directories of later steps as stale.
 
-        An earlier attempt of the run wrote these directories; the Trainer will write them again. ``trainer`` is None if
-        ``huggingface.train`` is not used.
+        An earlier attempt of the run wrote these directories, ``checkpoint-<step>``; the Trainer will write them again
+        (``is_stale``). ``trainer`` is None if ``huggingface.train`` is not used.
         """
         self._model = model
         if leaves_out_frozen(self._description.exp_conf) and (engine := self._engine(trainer, args)):
@@ -141,9 +141,10 @@ class TrainerCheckpoints:
     def store(
         self, trainer: Any, args: TrainingArguments, state: TrainerState, train_batch_size: int
     ) -> None:
-        """Store the Trainer's files of the current step as a checkpoint, once per step.
+        """Store the Trainer's files of the current step as a checkpoint.
 
-        ``trainer`` is None if ``huggingface.train`` is not used. ``train_batch_size`` is the total over all ranks.
+        A no-op if this step is already stored. ``trainer`` is None if ``huggingface.train`` is not used. ``train_batch_size``
+        is the total over all ranks.
 
         Raises:
             CheckpointError: on all ranks, if a rank cannot read or write its files.
@@ -239,7 +240,7 @@ class TrainerCheckpoints:
         }
 
     def _listing(self, directory: pathlib.Path) -> list[tuple[str, int]]:
-        """Return (relative path, bytes) of each file; [] except on local rank 0."""
+        """Return (relative path, size in bytes) of each file; [] except on local rank 0."""
         if self._distributed.local_rank != 0 or not directory.is_dir():
             return []
         return sorted(

@@ -93,9 +93,10 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
 def keep_batch_sizes(
     args: Sequence[str], hparams: dict[str, Any], world_size: int, resumed: SavedRun
 ) -> None:
-    """Set ``overwrite_deepspeed_args`` if a resumed run would change its batch size.
+    """Overwrite batch sizes in ``hparams`` if a resumed run would change the total.
 
-    Changes ``hparams`` in place. ``args`` are the script's arguments, ``resumed`` is the run to resume.
+    Changes ``overwrite_deepspeed_args`` of ``hparams`` in place: adds batch sizes that keep the total. ``args`` are the
+    script's arguments, ``resumed`` is the run to resume.
 
     Raises:
         ConfigError: the batch cannot be divided evenly among the ranks.
@@ -115,8 +116,8 @@ def keep_batch_sizes(
 def effective_directory(environ: Mapping[str, str]) -> Path:
     """Create and return the directory for effective DeepSpeed configs.
 
-    The directory is in the run directory; without one it is the directory of the launcher's experiment file; without such a
-    file it is in the user's cache.
+    If there is a run directory, the result is inside it. Else, if the launcher wrote an experiment file, the result is the
+    directory of this file. Else the result is in the user's cache.
     """
     if environ.get(RUN_DIR_VARIABLE):
         directory = Path(environ[RUN_DIR_VARIABLE]) / "deepspeed_config"
@@ -131,9 +132,9 @@ def effective_directory(environ: Mapping[str, str]) -> Path:
 
 
 def write_effective_config(config: Mapping[str, Any], directory: Path) -> Path:
-    """Write a config atomically as ``deepspeed_<hash of the content>.json``.
+    """Write a config as ``deepspeed_<hash of the content>.json``; return the path.
 
-    Returns the path.
+    The file is written atomically.
     """
     text = json.dumps(config, indent=2) + "\n"
     path = directory / f"deepspeed_{hashlib.sha256(text.encode()).hexdigest()[:_NUM_NAME_CHARS]}.json"
@@ -151,7 +152,10 @@ def _is_plain_batch(words: CommandLine, hparams: Mapping[str, Any], overwrite: A
 
 
 def _source(words: CommandLine, hparams: Mapping[str, Any]) -> DeepSpeedSource | None:
-    """Return the DeepSpeed config with overwrites; None if ``hparams`` has neither."""
+    """Return the DeepSpeed config with overwrites; None if ``hparams`` has neither.
+
+    If ``hparams`` has only overwrites, the config is that of the argument ``--deepspeed``.
+    """
     overwrite = hparams.get(OVERWRITE_KEY)
     named = hparams.get(MAIN_KEY)
     if named is None and not overwrite:
@@ -169,7 +173,10 @@ def _source(words: CommandLine, hparams: Mapping[str, Any]) -> DeepSpeedSource |
 
 
 def _resumed(info: Any) -> SavedRun | None:
-    """Return the run to resume if its batch size must be kept; otherwise None."""
+    """Return the run that this trial resumes; None for a new run.
+
+    None also if only the weights of a checkpoint are loaded. ``info`` is Determined's cluster info; None without a master.
+    """
     saved = saved_run_to_resume() if info is None else saved_run_of_trial(info)
     return saved if saved is not None and saved.keeps_batch else None
 

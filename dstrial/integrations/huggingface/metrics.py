@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dstrial.integrations.huggingface")
 
 _PROGRESS_INTERVAL_S = 1.0
-# Prefixes of the Trainer's metrics, and the metric that only its last log entry has.
+# Prefixes of metrics of evaluations and tests; name of a metric that only the Trainer's last log entry has.
 _EVALUATION = "eval_"
 _TEST = "test_"
 _SUMMARY = "train_loss"
 # Suffixes of metrics that are not reported: durations and speeds, except an evaluation's samples per second.
 _SPEED_SUFFIXES = ("_runtime", "_per_second", "_compilation_time", "_preparation_time")
 _KEPT_SPEED = "_samples_per_second"
-# Entries that say when a metric was measured.
+# Keys of a log entry that say when the metrics were measured.
 _POSITIONS = frozenset({"epoch", "step"})
 
 
@@ -58,10 +58,10 @@ def kind_of(logs: Mapping[str, Any]) -> LogKind:
 def reported(
     logs: Mapping[str, Any], filter_metrics: Sequence[str] | None, always: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return the metrics in a log entry: without ``epoch``, ``step`` and durations.
+    """Return a log entry's metrics, without ``epoch``, ``step``, times and speeds.
 
-    ``filter_metrics`` are substrings: a metric is removed if its name contains none of them. None or empty keeps all metrics.
-    The names in ``always`` are never removed.
+    An evaluation's samples per second are included. ``filter_metrics`` are substrings: a metric is left out if its name
+    contains none of them. None or empty includes all metrics. Metrics whose names are in ``always`` are never left out.
     """
 
     def is_reported(name: str) -> bool:
@@ -75,7 +75,7 @@ def reported(
 def require_searcher_metrics(metrics: Mapping[str, Any], wanted: Sequence[tuple[str, str]]) -> None:
     """Raise TrialContractError if a metric named in ``wanted`` is missing.
 
-    ``wanted`` has pairs of a key of the ``searcher`` section and a metric's name.
+    ``wanted`` has pairs (key, name): a key of the ``searcher`` section for the error, and the metric that this key names.
     """
     missing = [(key, name) for key, name in wanted if name not in metrics]
     if not missing:
@@ -89,7 +89,7 @@ def require_searcher_metrics(metrics: Mapping[str, Any], wanted: Sequence[tuple[
 
 
 class Throughput:
-    """Measures training records per second of the time between pauses."""
+    """Measures training records per second; pauses do not count as time."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -110,9 +110,9 @@ class Throughput:
             self._resumed_s = self._clock()
 
     def report(self, step: int, train_batch_size: int) -> dict[str, float]:
-        """Return samples per second since the last report, by metric name.
+        """Return {"samples_per_second": value} for the time since the last report.
 
-        ``train_batch_size`` is the total over all ranks. Returns {} without a new step.
+        ``train_batch_size`` is the total over all ranks. Returns {} if there was no step since the last report.
         """
         if self._step is None or step <= self._step:
             return {}
@@ -164,7 +164,7 @@ class MetricReporter:
     def log(
         self, logs: Mapping[str, Any], state: TrainerState, train_batch_size: int, *, is_stopped: bool
     ) -> None:
-        """Report a log entry of training; keep an entry of an evaluation for ``flush``.
+        """Report a log entry of training; store an evaluation's entry until ``flush``.
 
         ``train_batch_size`` is the total over all ranks. If ``is_stopped``, the summary entry at the end is not reported.
         """
@@ -185,7 +185,9 @@ class MetricReporter:
                 self._train.report_training_metrics(step, {**metrics, **_position(state)})
 
     def flush(self, state: TrainerState) -> None:
-        """Report a step's evaluation metrics, of all evaluation sets together.
+        """Report the stored evaluation metrics, of all evaluation sets of a step together.
+
+        A no-op if no entries are stored, or if the step's evaluation has already been reported.
 
         Raises:
             TrialContractError: a metric that the ``searcher`` section names is missing.
@@ -204,7 +206,10 @@ class MetricReporter:
             self._train.report_validation_metrics(step, metrics)
 
     def progress(self, step: int, max_steps: int) -> None:
-        """Report the completed fraction, at most once per percent and per second."""
+        """Report the completed fraction of training.
+
+        At most once per percent and per second; the last report is not delayed. A run directory also gets the batch counts.
+        """
         if not self._is_chief or max_steps <= 0:
             return
         if isinstance(self._train, LocalTrainContext):
@@ -281,7 +286,7 @@ class LossWatch:
     def is_save_unsafe(self, step: int) -> bool:
         """Return whether the newest loss is not finite, which forbids a checkpoint.
 
-        Equal on all ranks. Always False unless ``non_finite`` is ``fail``.
+        Equal on all ranks. Always False unless ``non_finite`` is ``fail``. If True, rank 0 logs a warning.
         """
         if not self._is_bad or self._mode != "fail":
             self._has_warned = False
@@ -296,7 +301,7 @@ class LossWatch:
 
 
 def _is_finite(loss: float, grad_norm: Any) -> bool:
-    """Return whether any of the losses that a logged mean combines was finite.
+    """Return whether a logged loss is finite, before transformers' filter.
 
     By default (``logging_nan_inf_filter``), transformers logs 0 if no loss is finite. The gradient norm is then not finite
     either, unlike at a real loss of 0 (``Trainer._inner_training_loop`` of 5.23).

@@ -117,11 +117,11 @@ def _trainer_directory(root: pathlib.Path) -> pathlib.Path:
 
 @contextlib.contextmanager
 def directory_for(found: OpenedCheckpoint, train_batch_size: int) -> Iterator[pathlib.Path]:
-    """Yield a directory for the Trainer to resume from with a given micro batch size.
+    """Yield a directory from which the Trainer resumes with a given micro batch size.
 
-    ``train_batch_size`` is the micro batch size of the Trainer's arguments; the Trainer uses the one in
-    ``trainer_state.json``. The directory is the checkpoint's own if both are equal. Otherwise it is a temporary one with a
-    changed copy of this file and links to all other files.
+    ``train_batch_size`` is the micro batch size of the Trainer's arguments. The Trainer would use the size in
+    ``trainer_state.json`` instead. If both sizes are equal, the checkpoint's directory is yielded. Otherwise a temporary
+    directory is yielded, with a changed copy of ``trainer_state.json`` and links to all other files.
 
     Source: transformers 4.56 ``Trainer.train`` reads the size; 5.23 only with ``auto_find_batch_size``.
     """

@@ -149,7 +149,10 @@ def load_weights(model: torch.nn.Module, opened_checkpoint: OpenedCheckpoint) ->
 
 
 class _SavedWeights:
-    """The whole parameters and buffers of a saved engine by name, read at access."""
+    """Mapping of names to a saved engine's unsharded parameters and buffers.
+
+    A parameter is read from the checkpoint when it is accessed.
+    """
 
     def __init__(self, saved: SavedEngine) -> None:
         self._saved = saved
@@ -163,7 +166,7 @@ class _SavedWeights:
 
 
 def _saved_weights(opened_checkpoint: OpenedCheckpoint) -> Any:
-    """Return a mapping of names to the checkpoint's whole parameters and buffers."""
+    """Return a mapping of names to the checkpoint's unsharded parameters and buffers."""
     if opened_checkpoint.layouts:
         saved = open_saved_engine(
             opened_checkpoint.root,
@@ -195,7 +198,7 @@ def _is_cut(parameter: torch.nn.Parameter) -> bool:
 def _whole(parameter: torch.nn.Parameter) -> Iterator[None]:
     """Gather a parameter that ZeRO 3 has partitioned, inside the ``with`` block.
 
-    Afterwards rank 0's values are partitioned again. Other parameters are not changed.
+    After the block, rank 0's values are partitioned again. A no-op if the parameter is not partitioned.
     """
     if not _is_cut(parameter):
         yield

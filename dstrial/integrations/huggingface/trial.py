@@ -254,7 +254,8 @@ class Startup:
     def require_resumed(self, step: int, *, is_attached: bool) -> None:
         """Raise CheckpointError if the Trainer has not loaded the checkpoint.
 
-        ``step`` is the step at which training starts. ``is_attached``: whether ``huggingface.train`` runs the Trainer.
+        ``step`` is the step at which training starts. ``is_attached``: whether ``huggingface.train`` runs the Trainer, which
+        loads another trial's weights. A no-op if there is no checkpoint to resume from.
         """
         found = self.opened
         if found is None or (is_attached and not found.continues):
@@ -275,9 +276,10 @@ class Startup:
             logger.warning(_NOT_OVERRIDDEN)
 
     def settle_best_model(self, state: TrainerState) -> None:
-        """Clear ``state.best_model_checkpoint`` if a resumed rank has no such directory.
+        """Clear ``state.best_model_checkpoint`` if the directory is missing on any rank.
 
-        The Trainer would otherwise try to load this directory at the end of training. Ranks: all, collectively.
+        The Trainer would otherwise try to load this directory at the end of training. A no-op in a new run. Ranks: all,
+        collectively.
         """
         best = state.best_model_checkpoint
         if self.checkpoint_path is None:

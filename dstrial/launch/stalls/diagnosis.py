@@ -1,4 +1,4 @@
-"""Decide whether ranks have stalled, and find the straggler. Pure."""
+"""Decide whether ranks have stalled, and find the straggler; no I/O."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dstrial.config.experiment_config.dstrial_section import TrainingChecks
 from dstrial.launch.stalls.stacks import Place, Wait
 from dstrial.ranks.heartbeat import Beat, Phase
 
-STOPPED_AFTER_S = 10.0  # a stopped process is a stall after this time, whatever the timeout
-FIRST_FACTOR = 8  # multiplies the timeout of a phase's first occurrence, which may compile; 16 min by default
+STOPPED_AFTER_S = 10.0  # a process stopped by a signal is a stall after this time, regardless of the timeout
+FIRST_FACTOR = 8  # timeouts until a stall in the first phase of a kind is certain, as kernels may compile
 
 _LEAF_MODULES = (
     "ZeRO 3 gathers the weights of a module that not all ranks have called, such as an expert without tokens on some rank. Call "
@@ -50,7 +50,7 @@ class RankView:
         beat: the rank's heartbeat.
         age_s: seconds since the heartbeat entered its current phase.
         state: state letter of the process (proc(5)).
-        stopped_s: seconds since the process was stopped; 0 if it runs.
+        stopped_s: seconds since a signal stopped the process; 0 if the process is not stopped.
     """
 
     rank: int
@@ -114,7 +114,10 @@ class Diagnosis:
 
 
 def find_longest(views: Sequence[RankView]) -> dict[Phase, float]:
-    """Return phase -> longest duration so far, in seconds, over all ranks."""
+    """Return phase -> longest duration so far, in seconds, over all ranks.
+
+    Phases that have not ended on any rank are left out.
+    """
     longest_s = [max(each) for each in zip(*(view.beat.longest_s for view in views), strict=True)]
     return {phase: seconds for phase, seconds in zip(Phase, longest_s, strict=False) if seconds > 0}
 
@@ -124,9 +127,10 @@ def find_stall(
 ) -> Stall | None:
     """Return the stall if the ranks have stalled, else None.
 
-    The ranks have stalled if none enters a new phase for the timeout plus the longest duration so far (``longest_s``) of any
-    current phase. In the first phase of a kind, a stall is certain only after ``FIRST_FACTOR`` timeouts; in user code between
-    batches it never is. A process stopped by a signal is a stall after ten seconds.
+    A stall means that no rank has entered a new phase for some time. This time is the timeout plus the longest duration so far
+    (``longest_s``) of any current phase. If no phase of a current kind has ended before, a stall is certain only after
+    ``FIRST_FACTOR`` timeouts. In user code between batches, a stall is never certain. A process stopped by a signal is a
+    certain stall after ten seconds.
     """
     views = [view for view in views if view.beat.phase is not Phase.NONE]
     if not views:
@@ -147,8 +151,8 @@ def find_stall(
 def find_straggler(views: Sequence[RankView], places: Mapping[int, Place]) -> RankView | None:
     """Return the rank for which the others wait; None if unknown.
 
-    If the others wait for several ranks, the rank with the fewest trained batches is returned. ``places`` maps ranks to their
-    positions in the code; a rank that has not written its stack is missing.
+    If the others wait for several ranks, the rank with the fewest trained batches is returned. ``places`` maps a rank to its
+    position in the code; ranks that have not written their stacks are missing.
     """
     # On an accelerator, a wait for other ranks may not show in the stack. So a rank that seems to compute is the straggler
     # only if the stack of another rank shows a wait.
@@ -169,7 +173,7 @@ def find_straggler(views: Sequence[RankView], places: Mapping[int, Place]) -> Ra
 def diagnose(views: Sequence[RankView], places: Mapping[int, Place]) -> Diagnosis:
     """Return where each rank is, the straggler first, with a hint for users.
 
-    ``places`` maps ranks to their positions in the code; a rank that has not written its stack is missing.
+    ``places`` maps a rank to its position in the code; ranks that have not written their stacks are missing.
     """
     views = [view for view in views if view.beat.phase is not Phase.NONE]
     straggler = find_straggler(views, places)

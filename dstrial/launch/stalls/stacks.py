@@ -1,6 +1,6 @@
 """Dump the ranks' Python stacks, and find out for what each rank waits.
 
-A signal requests a dump. Only processes with a handler get the signal, because it would end other processes.
+A signal requests a dump. Only processes with a handler get the signal, which would end a process without one.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class Wait(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank is in the code, and for what it waits.
+    """A rank's position in the code, and the operation for which the rank waits.
 
-    ``frame`` is the innermost call of the user's code, else of dstrial's code. ``gathers_weights``: whether ZeRO 3 gathers a
-    module's weights in forward or backward.
+    ``operation`` is the name of a collective; "" if unknown. ``frame`` is the innermost call of the user's code, else of
+    dstrial's code. ``gathers_weights``: whether ZeRO 3 gathers a module's weights in forward or backward.
     """
 
     wait: Wait
@@ -102,7 +102,8 @@ class Place:
 def dump_stacks(files: Mapping[int, Path]) -> dict[int, str]:
     """Make processes dump their Python stacks to ``files``; return the texts by pid.
 
-    ``files`` maps a pid to the file to which the process appends its stacks. Waits at most 5 s.
+    ``files`` maps a pid to the file to which the process appends its stacks. Waits at most 5 s. Processes that write no stacks,
+    or have no handler of the signal, are missing in the result.
     """
     sizes: dict[int, int] = {}
     for pid, path in files.items():
@@ -162,9 +163,10 @@ def place_of(
     thread_id: int,
     source_line: Callable[[str, int], str] = lambda _file, _line: "",
 ) -> Place | None:
-    """Return where a thread is and for what it waits; None without a stack.
+    """Return a thread's position and wait, from the stacks of all threads of a rank.
 
-    ``source_line`` returns the text of (file, line); with it, waits for the device are recognised.
+    ``source_line(file, line)`` returns a line's text, from which waits for the device are recognised; the default recognises
+    none of these. Returns None if the thread has no stack.
     """
     stack = stack_of(stacks, thread_id)
     if stack is None or not stack.frames:
@@ -189,7 +191,7 @@ def place_of(
 
 
 def _wait_of(frames: Sequence[Frame]) -> tuple[Wait, str]:
-    """Return (kind of wait, name of the collective) from calls, the most recent first."""
+    """Return (kind of wait, name of the collective or "") of calls, most recent first."""
     num_inner = next((idx for idx, frame in enumerate(frames) if _is_users(frame)), len(frames))
     inner = frames[:num_inner]
     if _has(inner[:2], _ZERO_GATHERS, "wait"):
@@ -201,7 +203,7 @@ def _wait_of(frames: Sequence[Frame]) -> tuple[Wait, str]:
             return Wait.MASTER, ""
         if _is_in(frame, _DATA):
             return Wait.DATA, ""
-    # User code of a data set, called by the loader in the rank itself.
+    # User code of a data set: the loader calls it in the rank itself, without workers.
     if any(_is_in(frame, _DATA) for frame in frames[: num_inner + 12]):
         return Wait.DATA, ""
     if any(_is_in(frame, _DEVICE) for frame in inner):

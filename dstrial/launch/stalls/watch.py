@@ -41,7 +41,7 @@ class WatchedRanks:
         beats: the heartbeat file, mapped into memory.
         ranks: index of a heartbeat in ``beats`` -> global rank.
         stacks_files: rank -> file to which the rank writes its stacks.
-        kept_stacks: directory for full stacks after a stall; None to keep none.
+        kept_stacks: directory into which all stacks are written at a stall; None to write none.
     """
 
     beats: mmap.mmap | bytearray
@@ -52,7 +52,7 @@ class WatchedRanks:
 
 @dataclasses.dataclass(slots=True)
 class _LastBeat:
-    """The last heartbeat of a rank, and when its phase changed."""
+    """A rank's last heartbeat, the time of its change, and the time of a stop signal."""
 
     beat: Beat
     since_s: float
@@ -62,8 +62,8 @@ class _LastBeat:
 class StallWatch:
     """Detects and reports stalls of ranks; one thread calls ``poll`` periodically.
 
-    ``end_ranks`` gets the straggler (None if unknown) and the log line, and ends all ranks. ``kill_hanging`` gets the local
-    rank of a process whose program has ended but which does not exit, and kills the process.
+    ``end_ranks(straggler, line)`` must end all ranks: the straggler is a rank, None if unknown; ``line`` is the log line.
+    ``kill_hanging(local_rank)`` must kill a process whose program has ended but which does not exit.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class StallWatch:
         self._kill_hanging = kill_hanging
         self._clock = clock
         self._polled_s = clock()
-        self._now_s = 0.0  # time watched
-        self._seen: dict[int, _LastBeat] = {}  # by slot
+        self._now_s = 0.0  # time since the start, without suspensions
+        self._seen: dict[int, _LastBeat] = {}  # index of a heartbeat -> last heartbeat
         self._stall: Stall | None = None
         self._reported_s: float | None = None
         self._reported_batch = 0
@@ -150,9 +150,9 @@ class StallWatch:
         return RankView(self._watched.ranks[slot], beat, self._now_s - seen.since_s, state.letter, stopped_s)
 
     def _dump(self, views: Sequence[RankView]) -> dict[int, list[ThreadStack]]:
-        """Make ranks dump their Python stacks; return rank -> stacks of all its threads.
+        """Make ranks dump their Python stacks; return rank -> stacks of its threads.
 
-        Stopped ranks are left out. The stacks are also kept as files if a directory for them is set.
+        Stopped ranks are left out. If ``kept_stacks`` is set, the stacks are also written to files in this directory.
         """
         files = self._watched.stacks_files
         asked = {view.beat.pid: view.rank for view in views if view.state not in "tT" and view.rank in files}
@@ -201,7 +201,7 @@ class StallWatch:
             self._print_line(f"stalled: the stacks of all threads are in {path}")
 
     def _end_if_late(self, slot: int, view: RankView) -> None:
-        """Kill a rank whose program ended long ago; log its stack."""
+        """Kill and log a rank whose program ended more than ``EXIT_TIMEOUT_S`` ago."""
         if view.age_s <= EXIT_TIMEOUT_S or slot in self._killed_slots:
             return
         self._killed_slots.add(slot)
