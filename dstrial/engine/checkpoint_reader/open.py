@@ -94,7 +94,7 @@ class MergedEngine(SavedEngine):
         yield self._last(name, key, True)[begin : begin + numel]
 
     def unequal_copies(self) -> list[str]:
-        """Return the unsliced parameters whose copies differ between tensor-parallel ranks."""
+        """Return unsliced parameters whose copies differ between tensor-parallel ranks."""
         return [
             name
             for name, place in self.places.items()
@@ -134,7 +134,7 @@ class MergedEngine(SavedEngine):
 
 
 def folder_in(root: str | pathlib.Path, engine_idx: int) -> str:
-    """Return the name of the folder (DeepSpeed tag) of an engine in checkpoint ``root``."""
+    """Return the folder name (DeepSpeed tag) of an engine in the checkpoint ``root``."""
     path = pathlib.Path(root)
     return engine_folder((found.relative_to(path).as_posix() for found in path.glob("*/*")), engine_idx)
 

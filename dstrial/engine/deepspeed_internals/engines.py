@@ -46,7 +46,7 @@ def set_batch_sizes(
 
 @contextlib.contextmanager
 def ignoring_load_universal(loaded: Sequence[DeepSpeedEngine]) -> Iterator[None]:
-    """Make engines ignore ``checkpoint.load_universal`` of the config inside the block.
+    """Make engines ignore the config's ``checkpoint.load_universal`` inside the block.
 
     Source: ``runtime/config.py:549``; the engine reads the setting at each load.
     """
@@ -199,7 +199,7 @@ def random_ltd_scheduler(engine: DeepSpeedEngine) -> Any:
 
 
 def gradient_scaler(engine: DeepSpeedEngine) -> Any:
-    """Return torch autocast's ``GradScaler`` of an engine without ZeRO; None if unused."""
+    """Return torch autocast's gradient scaler of an engine without ZeRO; None if unused."""
     return getattr(engine, "torch_autocast_z0_gradscaler", None)
 
 
@@ -333,7 +333,7 @@ def steps_next(engine: DeepSpeedEngine) -> bool:
 
 
 def leave_out_shapes(engine: PipelineEngine, received: Callable[[], Any]) -> None:
-    """Make a pipeline stage run without exchanging activation shapes with other stages.
+    """Make a pipeline stage run alone: no exchange of activation shapes with others.
 
     ``received()`` is called instead of receiving from the previous stage. It must return a meta tensor, or a tuple of meta
     tensors, with the shapes and dtypes of that stage's activations.

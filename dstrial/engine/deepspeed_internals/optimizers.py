@@ -272,12 +272,12 @@ def cut_part(parameter: Any) -> torch.Tensor:
 
 
 def cut_numel(parameter: Any) -> int:
-    """Return the number of elements, with padding, in a rank's partition of a parameter."""
+    """Return the number of elements in a rank's partition, padding included."""
     return int(parameter.partition_numel())
 
 
 def held_part(parameter: Any) -> torch.Tensor | None:
-    """Return this rank's partition of a ZeRO 3 parameter, if the partition is in memory.
+    """Return this rank's partition of a ZeRO 3 parameter, if it is in memory.
 
     None while the partition is in transfer or on disk (NVMe), and for an unpartitioned parameter.
     """

@@ -90,7 +90,7 @@ def replace_available_memory(function: Callable[..., int]) -> None:
 
 
 def op_builder() -> Any:
-    """Return DeepSpeed's ``OpBuilder``, whose ``load`` compiles and imports an operator."""
+    """Return DeepSpeed's ``OpBuilder``; its ``load`` compiles and imports an operator."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     return OpBuilder
@@ -144,7 +144,7 @@ def gather_one_by_one() -> tuple[tuple[Any, str, Any], ...]:
 
 
 def cuda_mismatch() -> str | None:
-    """Return why DeepSpeed rejects this machine's ``nvcc``; None if DeepSpeed accepts it.
+    """Return why DeepSpeed rejects this machine's ``nvcc``; None if accepted.
 
     DeepSpeed compares the CUDA versions of ``nvcc`` and torch.
     """
