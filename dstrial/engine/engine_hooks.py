@@ -29,7 +29,7 @@ class EngineListener(Protocol):
         """
 
     def stepped(self, engine: Any) -> None:
-        """Called after each optimizer step, also after a step skipped for overflow."""
+        """Handle the end of an optimizer step; also called for steps skipped for overflow."""
 
 
 @contextlib.contextmanager

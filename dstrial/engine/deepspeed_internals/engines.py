@@ -199,7 +199,7 @@ def random_ltd_scheduler(engine: DeepSpeedEngine) -> Any:
 
 
 def gradient_scaler(engine: DeepSpeedEngine) -> Any:
-    """Return torch autocast's gradient scaler of an engine without ZeRO; None if unused."""
+    """Return autocast's ``GradScaler`` of an engine without ZeRO; None if unused."""
     return getattr(engine, "torch_autocast_z0_gradscaler", None)
 
 

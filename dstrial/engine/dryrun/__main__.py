@@ -67,10 +67,11 @@ def _error(error: Exception, is_real: bool, limit_bytes: int | None) -> str:
 
 
 def limit_memory(free_bytes: int | None = None) -> int | None:
-    """Limit this process's memory to 90 % of ``free_bytes``; return the limit in bytes.
+    """Limit this process's memory to 90 % of ``free_bytes``; return the limit.
 
     Allocations above the limit raise an error, before the kernel would kill the process. ``free_bytes`` None stands for the
-    bytes that the machine and this process's cgroups have available. If they are unknown, no limit is set: None.
+    bytes that the machine and this process's cgroups have available. If they are unknown, no limit is set, and the result is
+    None.
     """
     free = available_bytes() if free_bytes is None else free_bytes
     if free is None:

@@ -385,7 +385,7 @@ def _make_fake(arguments: dict[str, Any]) -> None:
 
 
 def renew_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
-    """Replace a model's parameters and buffers by new, uninitialized tensors, in place.
+    """Replace, in place, a model's parameters and buffers by uninitialized tensors.
 
     Inside ``FakeTensorMode`` the new tensors are fake. Tied parameters stay tied. Returns ``id(old parameter)`` -> new one.
     """

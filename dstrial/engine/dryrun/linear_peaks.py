@@ -58,7 +58,7 @@ def same_before_update(trace: Trace) -> bool:
 
 
 def memory_form(trace: Trace, low: int, high: int) -> tuple[MemoryForm, Line]:
-    """Return (peak bytes by phase, activation bytes) as functions of the micro batch size.
+    """Return (peak bytes by phase, activation bytes), by micro batch size.
 
     Gradients of parameters are not counted. Activations are the bytes that are live at the end of forward, but not between
     steps.
@@ -97,7 +97,7 @@ def memory_form(trace: Trace, low: int, high: int) -> tuple[MemoryForm, Line]:
 
 
 class _Steps:
-    """The events of a trace as arrays, with the indices at which the last two steps begin."""
+    """The events of a trace as arrays, and the indices where the last two steps begin."""
 
     def __init__(self, trace: Trace) -> None:
         events = np.asarray(trace.events, dtype=np.int64)

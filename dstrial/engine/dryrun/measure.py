@@ -101,7 +101,7 @@ def measure(request: DryRunRequest) -> ModelTrace:
 
 
 def _train(workload: Workload, tracker: Tracker, sizes: list[int]) -> list[int]:
-    """Train one step per micro batch size; return the tokens of each step's micro batch.
+    """Train one step per micro batch size; return the tokens of each micro batch.
 
     If the first two steps allocate in different order, a third step at the first size follows, and this size is appended to
     ``sizes``. A model may, for example, cache tables in the first forward pass.

@@ -32,7 +32,7 @@ class DryRunError(DstrialError):
 
 
 def dry_run(request: DryRunRequest, *, deadline_s: float = 300.0) -> ModelTrace:
-    """Execute a dry run in a child process, which is killed after ``deadline_s`` seconds.
+    """Execute a dry run in a child process; kill the process after ``deadline_s``.
 
     Raises:
         DryRunError: the dry run failed, or exceeded the deadline.

@@ -168,7 +168,8 @@ class ModelTrace:
     def owned_parameters(self, replicas: int) -> float:
         """Return the number of trained parameters in one rank's ZeRO partition.
 
-        Parameters are divided by ``replicas``, experts only by ``replicas / ep_size``: the ranks that have the same experts.
+        Parameters are divided by ``replicas``. A rank's experts are divided by ``replicas / ep_size``, the number of ranks with
+        the same experts.
         """
         more = sum((ranks - 1) * count for ranks, count in self.expert_parameters.items())
         return (self.trainable_parameters + more) / replicas
@@ -230,7 +231,7 @@ class DryRunResult:
     activations: Line | None = None
 
     def collectives(self, accumulation_steps: int) -> tuple[Collective, ...]:
-        """Return the summed collectives of a step with ``accumulation_steps`` micro batches."""
+        """Return the collectives of a step, summed over ``accumulation_steps`` micro batches."""
         inner = accumulation_steps - 1
         repeated = [
             dataclasses.replace(each, num_calls=each.num_calls * inner, num_bytes=each.num_bytes * inner)
