@@ -69,7 +69,7 @@ def without_frozen(
 
 
 def require_same_frozen(saved: Layout, built: Mapping[str, str]) -> None:
-    """Raise ``CheckpointLayoutError`` if frozen parameters have changed since the save.
+    """Raise ``CheckpointLayoutError`` if frozen parameters changed since the save.
 
     ``saved`` is the checkpoint's layout. ``built`` is the result of ``frozen_checksums`` for the present model.
     """

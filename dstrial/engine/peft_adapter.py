@@ -1,4 +1,4 @@
-"""Describe the adapter of a PEFT model, so that a checkpoint's adapter can be exported.
+"""Describe a PEFT model's adapter, so that it can be exported from checkpoints.
 
 This module does not import PEFT, which is an optional dependency.
 """

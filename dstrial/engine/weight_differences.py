@@ -37,7 +37,7 @@ class WeightDifference:
 
 
 def comparable(a: SavedEngine, b: SavedEngine) -> list[str]:
-    """Return the names of parameters that ``a`` and ``b`` both have, with equal shapes.
+    """Return the names of parameters that both engines have, with equal shapes.
 
     The names are in the order of ``a``. A tied parameter has only its owner's name.
     """

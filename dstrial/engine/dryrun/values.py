@@ -231,7 +231,7 @@ class DryRunResult:
     activations: Line | None = None
 
     def collectives(self, accumulation_steps: int) -> tuple[Collective, ...]:
-        """Return the collectives of a step, summed over ``accumulation_steps`` micro batches."""
+        """Return a step's collectives, summed over ``accumulation_steps`` micro batches."""
         inner = accumulation_steps - 1
         repeated = [
             dataclasses.replace(each, num_calls=each.num_calls * inner, num_bytes=each.num_bytes * inner)
