@@ -135,7 +135,7 @@ class UntrustedCheckpointError(CheckpointError):
 
 
 class RankError(DstrialError):
-    """The ranks of this job are inconsistent, or cannot communicate; base class."""
+    """The ranks of this job are inconsistent, or cannot communicate."""
 
 
 class PeerFailedError(RankError):

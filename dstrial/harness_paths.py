@@ -66,7 +66,7 @@ def patches_of_allocation(
 
 
 def _checked(guard: StorageGuard | None, base_path: object) -> StorageGuard | None:
-    """Check that the storage is present, if ``base_path`` belongs to it; return ``guard``.
+    """Check that the storage with path ``base_path`` is present; return ``guard``.
 
     None, without a check, if ``guard`` is None or guards another path.
 

@@ -143,8 +143,8 @@ def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResu
 def live_document(document: Document) -> dict[str, Any]:
     """Return the part of a report that is shown while the search runs.
 
-    This part has no configs, because they may contain secrets, and at most the newest 200 trials (``_MAX_LIVE_ROWS``) plus the
-    best, own and Pareto-optimal ones.
+    This part has no configs, because they may contain secrets. It has the newest 200 trials (``_MAX_LIVE_ROWS``), the best
+    trial, the Pareto-optimal trials, and the trial of the user's own configuration.
     """
     kept = {*document["pareto"], document["best"], document["own"]}
     newest = document["trials"][-_MAX_LIVE_ROWS:]

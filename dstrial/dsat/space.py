@@ -265,8 +265,8 @@ class Space:
     def first_position(self, last: int) -> int:
         """Return the index of the micro batch size to try first, at most ``last``.
 
-        Both are indices into ``batch_size_grid``. For a pipeline with a fixed global batch size, the result is the largest size
-        that leaves enough micro batches per step to keep the stages busy, or 0. Otherwise it is ``last``.
+        Both are indices into ``batch_size_grid``. For a pipeline with a fixed global batch size, the largest size that
+        leaves enough micro batches per step to keep the stages busy; 0 if there is none. Otherwise ``last``.
         """
         num_stages, batches = self.sizes.pp, self.batch_size_grid
         if num_stages == 1 or batches.is_free:
@@ -342,8 +342,8 @@ class Space:
     def illegal_reason(self, candidate: Candidate) -> str | None:
         """Return why a configuration is illegal; None if it is legal.
 
-        A configuration is illegal if its parallel sizes are impossible, if DeepSpeed's rules reject its config, or if one of
-        its settings has no effect. The user's own configuration counts as legal.
+        A configuration is illegal if its parallel sizes are impossible, or DeepSpeed's rules reject its config. A configuration
+        with a setting that has no effect is illegal too. The user's own configuration counts as legal.
         """
         if candidate.is_own:
             return None

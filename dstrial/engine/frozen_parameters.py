@@ -25,7 +25,7 @@ SAVE_KEY = "save_frozen_parameters"
 """Key of ``data.dstrial``: whether checkpoints hold frozen parameters."""
 
 _PIECE_NUMEL = 1 << 22  # elements converted to int64 at a time
-_MIXER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd multiplier that gives each position another weight
+_MIXER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd multiplier: each position gets a different weight
 
 
 def leaves_out_frozen(exp_conf: Mapping[str, Any] | None) -> bool:

@@ -148,7 +148,7 @@ def _places(engine: DeepSpeedEngine, part: int, slots: dict[int, _Slot], stage: 
 
 
 def _tied_across_parts(places: Iterable[ParameterPlace]) -> Iterable[ParameterPlace]:
-    """Yield ``places``; set ``tied_to`` in those of tied layers' copies on later stages."""
+    """Yield ``places``, with ``tied_to`` set for tied layers' copies on later stages."""
     first_stages: dict[str, int] = {}
     for place in places:
         first = first_stages.setdefault(place.name, place.stage)

@@ -1,10 +1,10 @@
-"""Copy state to host memory, so that another thread can write the copy to files later.
+"""Copy state to host memory, so that another thread can write it to files later.
 
 A file written later is bitwise equal to a file written at the time of the copy. For the copy, ``torch.save`` gets a pickle
 module that captures the pickled bytes and the storages. For the write, ``torch.save`` gets a pickle module that replays the
 bytes and the copied storages. DeepSpeed's ``save_checkpoint`` runs unchanged, with its barriers, but with a checkpoint engine
-that copies. Files that DeepSpeed writes without a checkpoint engine (``latest``, the conversion script, swap files of NVMe
-offload) are written at the time of the copy.
+that copies. Some files are written at the time of the copy, because DeepSpeed writes them without a checkpoint engine:
+``latest``, the conversion script, swap files of NVMe offload.
 """
 
 from __future__ import annotations

@@ -276,8 +276,8 @@ def loading_with(engine: DeepSpeedEngine, load: Callable[..., Any]) -> Iterator[
 def optimizer_settings(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
     """Return the optimizer settings that loading overwrites, one dict per group.
 
-    Each dict maps names such as ``lr`` and ``weight_decay`` to values. If the engine has a learning-rate scheduler, ``lr``,
-    ``betas`` and ``momentum`` are left out, because DeepSpeed's schedulers compute them from the config after a load.
+    Each dict maps names such as ``lr`` and ``weight_decay`` to values. With a learning-rate scheduler, ``lr``, ``betas`` and
+    ``momentum`` are left out: DeepSpeed's schedulers compute them from the config after a load.
     """
     scheduled = () if engine.lr_scheduler is None else _SCHEDULED
     groups = getattr(optimizers.base_optimizer(engine.optimizer), "param_groups", [])
@@ -296,7 +296,7 @@ def is_optimizer_setting(engine: DeepSpeedEngine, name: str, value: Any) -> bool
 
 
 def describe_optimizer(engine: DeepSpeedEngine) -> str:
-    """Return the optimizer's class and settings as text: ``AdamW (lr 0.1, eps 1e-08)``."""
+    """Return the optimizer's class and settings: ``AdamW (lr 0.1, eps 1e-08)``."""
     optimizer = optimizers.base_optimizer(engine.optimizer)
     group = optimizer.param_groups[0]
     settings = [f"{name} {group[name]}" for name in _OPTIMIZER_SETTINGS if name in group]

@@ -34,10 +34,10 @@ class ForkRefusedError(Exception):
 
 
 def trains_trial_class(words: Sequence[str]) -> bool:
-    """Return whether a Python command trains a trial class (``dstrial.launch --trial``).
+    """Return whether a Python command is ``-m dstrial.launch`` with ``--trial``.
 
-    ``words`` are the command without the interpreter. Such a command can run in a fork: its ranks import
-    ``dstrial.launch.imported_ahead`` before the user's module, as a fork server does. Scripts import in any order.
+    ``words`` are the command without the interpreter. Such a command trains a trial class, not a script, and can run in a fork.
+    Its ranks import ``dstrial.launch.imported_ahead`` before the user's module, as a fork server does.
     """
     if tuple(words[:2]) != ("-m", "dstrial.launch"):
         return False
@@ -107,7 +107,7 @@ def start_from_spare(program: Program, files: Sequence[int]) -> ForkedProcess:
 
 
 def fork_or_none(program: Program, files: Sequence[int]) -> ForkedProcess | None:
-    """Start a program as ``start_from_spare`` does; return None on ``ForkRefusedError``.
+    """Start a program as ``start_from_spare`` does; return None if this is refused.
 
     The reason is logged, unless this process has no spare.
     """

@@ -46,7 +46,7 @@ _exit_code = 0  # of this fork's program; -n if signal n ends the program
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """A Python program to run in a fork: its arguments and the process's initial state."""
+    """A Python program to run in a fork: its arguments and its initial process state."""
 
     words: Sequence[str]  # ``-m MODULE ARGUMENTS`` or ``FILE ARGUMENTS``
     environment: Mapping[str, str]
