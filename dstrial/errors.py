@@ -47,9 +47,10 @@ if getattr(_package, "__file__", None) is None:
 
 
 def install_command(extra: str = "") -> str:
-    """Return the ``pip`` command that installs dstrial with an extra, for messages.
+    """Return the ``pip`` command that installs dstrial, for error messages.
 
-    It has a placeholder for a checkout or wheel, because on PyPI another project has the name dstrial.
+    ``extra`` is the optional extra to install, such as those of ``MissingExtraError``; "" for none. The command has a
+    placeholder for a checkout or wheel, because on PyPI another project has the name dstrial.
     """
     return f"pip install 'DSTRIAL_CHECKOUT_OR_WHEEL{extra and f'[{extra}]'}'"
 
@@ -99,11 +100,14 @@ class TrialContractError(DstrialError):
 
 
 class NonFiniteError(DstrialError):
-    """Several reports had no finite loss or optimizer step, or weights are not finite."""
+    """Training failed numerically: no finite loss, no optimizer step, or bad weights.
+
+    The loss or the steps failed in several consecutive reports, or weights are NaN or infinite.
+    """
 
 
 class DataError(DstrialError):
-    """A data loader cannot be used, for example because it differs between ranks."""
+    """A data loader cannot be used: for example, it is too short or differs by rank."""
 
 
 class CheckpointError(DstrialError):
@@ -115,14 +119,14 @@ class CheckpointNotFoundError(CheckpointError):
 
 
 class CheckpointDamagedError(CheckpointError):
-    """A checkpoint file is missing, or has another size or checksum than at the save."""
+    """A checkpoint file is missing or unreadable, or has changed since the save."""
 
 
 class CheckpointLayoutError(CheckpointError, AssertionError):
-    """A checkpoint was written by another number or layout of ranks.
+    """A checkpoint does not fit the ranks, the model or the requested export format.
 
-    Determined 0.38.1 raises ``AssertionError`` if DeepSpeed has not loaded the checkpoint (``_deepspeed_trial.py``),
-    and user code may catch that.
+    Also an ``AssertionError``: Determined 0.38.1 raises that if DeepSpeed has not loaded the checkpoint
+    (``_deepspeed_trial.py``), and user code may catch it.
     """
 
 
@@ -131,11 +135,11 @@ class UntrustedCheckpointError(CheckpointError):
 
 
 class RankError(DstrialError):
-    """The ranks of this job do not agree, or cannot reach each other."""
+    """The ranks of this job are inconsistent, or cannot communicate."""
 
 
 class PeerFailedError(RankError):
-    """User code failed on another rank, so this rank ends too."""
+    """User code failed on another rank, so that this rank must end too."""
 
 
 class RankStalledError(RankError):
@@ -170,10 +174,10 @@ class HostProblem:
 
 
 class HostError(LaunchError):
-    """Hosts cannot train together; ``problems`` has all problems, not only the first.
+    """Hosts cannot train together; the message and ``problems`` list all problems.
 
     Args:
-        problems: at least one problem, by host.
+        problems: at least one problem; a host may have several.
         num_hosts: number of hosts that were checked.
     """
 
@@ -209,7 +213,7 @@ class DatabaseDamagedError(MasterError):
 
 
 class RequestError(MasterError):
-    """The master cannot process a request.
+    """The master rejects an HTTP request.
 
     Args:
         status: HTTP status: 400 invalid, 401 no valid token, 403 forbidden, 404 not found, 409 conflict, 413 too

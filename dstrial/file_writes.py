@@ -13,9 +13,10 @@ from typing import cast
 
 
 def replace_file(path: Path, content: str | bytes, *, sync: bool = True, is_private: bool = False) -> None:
-    """Replace a file atomically: readers see either the old or the new content.
+    """Write a file atomically: readers see either the old or the new content.
 
-    With ``sync``, the file is flushed to disk (fsync). With ``is_private``, its mode is 0600, regardless of the umask.
+    An existing file is replaced. If ``sync``, the file and its directory are flushed to disk (fsync). If ``is_private``, the
+    file's mode is 0600, otherwise 0666 without the bits of the umask.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -33,7 +34,7 @@ def make_file(path: Path, content: str | bytes) -> None:
     """Create a file atomically, readable by its owner only, and flush it to disk.
 
     Raises:
-        FileExistsError: the file exists; it is not changed.
+        FileExistsError: the file exists; the existing file is not changed.
         OSError: the file cannot be written, or the file system has no hard links.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
@@ -54,10 +55,10 @@ def sync_path(path: Path) -> None:
 
 
 def remove_tree(directory: Path, *, is_forced: bool = False) -> None:
-    """Delete a directory tree of any depth, if it exists; do not follow links.
+    """Delete a directory tree of any depth; do not follow symbolic links.
 
-    With ``is_forced``, the contents of read-only directories are deleted too. If an entry cannot be deleted, OSError is raised
-    after all other entries are deleted.
+    A no-op if ``directory`` does not exist. If ``is_forced``, the contents of read-only directories are deleted too. If an
+    entry cannot be deleted, all others are deleted, and then OSError is raised.
     """
     if directory.is_symlink():
         directory.unlink()

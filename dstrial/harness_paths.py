@@ -2,7 +2,8 @@
 
 An allocation is the set of processes that the master starts for one attempt of a trial or task. In these processes,
 ``sitecustomize`` loads this file by path, because their Python environment may lack dstrial. The file therefore imports only
-fast modules of the standard library. In all other processes, importing dstrial only patches the path of TensorBoard files.
+modules of the standard library that load quickly. In all other processes, importing dstrial only changes the path of
+TensorBoard files.
 """
 
 # Importing pathlib would cost another 5 ms.
@@ -39,7 +40,7 @@ def patches_of_allocation(
 ) -> dict[str, Patch]:
     """Return the patches for a process of an allocation: module name -> function.
 
-    ``install`` calls a function with the module of that name as the argument.
+    ``install`` calls each function with the module as the argument.
 
     Args:
         allocation: path of the allocation's private directory.
@@ -65,7 +66,9 @@ def patches_of_allocation(
 
 
 def _checked(guard: StorageGuard | None, base_path: object) -> StorageGuard | None:
-    """Check the storage and return its guard, if ``base_path`` is its root; else None.
+    """Check that the storage with path ``base_path`` is present; return ``guard``.
+
+    None, without a check, if ``guard`` is None or guards another path.
 
     Raises:
         StorageGoneError: the storage is missing.
@@ -119,7 +122,7 @@ def _patch_ipc(module: Any, allocation: str) -> None:
 def _patch_tensorboard_shared(module: Any, guard: StorageGuard | None) -> None:
     """Apply the umask to TensorBoard directories that Determined creates.
 
-    In 0.38.1, ``tensorboard/shared.py:26`` creates them with mode 0777. ``guard`` checks the storage first.
+    In 0.38.1, ``tensorboard/shared.py:26`` creates them with mode 0777. If ``guard`` is not None, the storage is checked first.
     """
     cls = module.SharedFSTensorboardManager
     original, original_sync = cls.__init__, cls._sync_impl
@@ -139,7 +142,8 @@ def _patch_tensorboard_shared(module: Any, guard: StorageGuard | None) -> None:
 def _patch_storage_base(module: Any, guard: StorageGuard | None, notes: StorageGuard | None) -> None:
     """Apply the umask to storages that Determined creates; record checkpoint saves.
 
-    In 0.38.1, ``common/storage/base.py:70`` creates storages with mode 0777.
+    In 0.38.1, ``common/storage/base.py:70`` creates storages with mode 0777. ``guard`` and ``notes`` are those of
+    ``patches_of_allocation``.
     """
     cls = module.StorageManager
     original = cls.pre_store_path
@@ -194,7 +198,10 @@ def _patch_checkpoint(module: Any, guard: StorageGuard | None, notes: StorageGua
 
 
 def _patch_pip(module: Any) -> None:
-    """Make ``pip install`` and ``uninstall`` fail in the master's Python environment."""
+    """Make ``pip install`` and ``pip uninstall`` fail in the master's environment.
+
+    Commands with another target, such as ``--target``, are allowed.
+    """
     original = module.main
 
     def main(args: list[str] | None = None) -> Any:
@@ -217,8 +224,8 @@ def _patch_pip(module: Any) -> None:
 def _move_tensorboard(module: Any, directory: Callable[[], str]) -> None:
     """Make Determined put TensorBoard event files below ``directory()``, not /tmp.
 
-    ``module`` is ``determined.tensorboard.build``, which hard-codes /tmp (0.38.1, line 37): without a master, all accounts and
-    runs of a machine share ``/tmp/tensorboard--0``.
+    A configured ``base_path`` is not changed. ``module`` is ``determined.tensorboard.build``, which hard-codes /tmp (0.38.1,
+    line 37): without a master, all accounts and runs of a machine share ``/tmp/tensorboard--0``.
     """
     original = module.get_base_path
 
@@ -234,7 +241,10 @@ _private_directories: dict[int, str] = {}  # by process id, because a fork gets 
 
 
 def _private_directory() -> str:
-    """Return this process's temporary directory, which is deleted at exit."""
+    """Return this process's own temporary directory; create it at the first call.
+
+    The directory is deleted when the process exits.
+    """
     pid = os.getpid()
     if pid not in _private_directories:
         import atexit
@@ -252,7 +262,7 @@ def _private_directory() -> str:
 
 
 class _Finder:
-    """Import finder that patches given modules right after their import."""
+    """Import finder that calls a module's patch right after the module's import."""
 
     def __init__(self, patches: dict[str, Patch]) -> None:
         self._patches = patches
@@ -288,7 +298,7 @@ class _Loader:
 
 
 def install(patches: dict[str, Patch]) -> None:
-    """Patch imported modules now, and other modules when they are imported.
+    """Patch modules: imported ones immediately, others as soon as they are imported.
 
     ``patches`` maps a module's name to the function that patches the module.
     """

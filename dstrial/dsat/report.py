@@ -42,7 +42,7 @@ _UNITS = {
     "backward": "µs",
 }
 
-# Fields of a live report. It is sent with every result, and other users may read it. So it is small and has no configs.
+# Fields of a live report. The report is sent with every result, so it is small. Other users may read it, so it has no configs.
 _LIVE_FACTS = (
     *("format", "name", "method", "metric", "unit", "smaller_is_better", "reason", "is_finished"),
     *("is_failure", "num_slots", "num_trials", "notes", "best", "own", "gain", "is_gain_certain", "pareto"),
@@ -81,7 +81,7 @@ _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))  # (l
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchFacts:
-    """What a report shows of a search besides its trials."""
+    """The content of a search's report other than the results of its trials."""
 
     name: str
     method: str
@@ -98,7 +98,7 @@ class SearchFacts:
 def write_report(
     directory: Path, facts: SearchFacts, space: Space, trials: Sequence[TrialResult]
 ) -> dict[str, Any]:
-    """Write ``report.json`` and ``report.md``; return the JSON document."""
+    """Write ``report.json`` and ``report.md``; return the content of the former."""
     document = report_document(facts, space, trials)
     write_json_atomically(directory / REPORT_NAMES[0], document)
     replace_file(directory / REPORT_NAMES[1], "\n".join(markdown(document)) + "\n", sync=False)
@@ -106,9 +106,9 @@ def write_report(
 
 
 def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResult]) -> dict[str, Any]:
-    """Return the report of a search as JSON values; trials may still run.
+    """Return the report of a search as JSON values; trials may still be running.
 
-    Repeated measurements of a configuration are one row with their mean.
+    Repeated measurements of a configuration are merged into one row, which has their mean.
     """
     metric, num_trials, trials = facts.metric, len(trials), with_means(trials)
     best, own = best_of(trials, metric), own_of(trials)
@@ -141,9 +141,10 @@ def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResu
 
 
 def live_document(document: Document) -> dict[str, Any]:
-    """Return the small part of a report that is shown while the search runs.
+    """Return the part of a report that is shown while the search runs.
 
-    It has no configs, because these may contain secrets.
+    This part has no configs, because they may contain secrets. It has the newest 200 trials (``_MAX_LIVE_ROWS``), the best
+    trial, the Pareto-optimal trials, and the trial of the user's own configuration.
     """
     kept = {*document["pareto"], document["best"], document["own"]}
     newest = document["trials"][-_MAX_LIVE_ROWS:]
@@ -158,9 +159,10 @@ def live_document(document: Document) -> dict[str, Any]:
 
 
 def pareto(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return ids of trials that no other trial beats in both throughput and memory.
+    """Return the ids of the Pareto-optimal trials: high throughput, low memory.
 
-    ``rows`` are the report's trials. The ids are sorted by ascending memory.
+    ``rows`` are the entry ``trials`` of the report. The ids are sorted by ascending memory. Trials without both measurements
+    are left out.
     """
     front: list[int] = []
     most = 0.0
@@ -173,9 +175,9 @@ def pareto(rows: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def memory_bytes(measured: Measured) -> float | None:
-    """Return the peak bytes of the allocator, else of tensors, else of the process.
+    """Return a trial's peak memory in bytes; None if no peak was measured.
 
-    None if none of these was measured.
+    The first measured value counts: bytes reserved by the allocator, bytes in tensors, host memory of the process.
     """
     for name in ("peak_reserved_bytes", "peak_memory_bytes", "host_peak_memory_bytes"):
         if (value := measured.value(name)) is not None:
@@ -211,7 +213,10 @@ def _row(trial: TrialResult, metric: str, forecast: Mapping[str, Any] | None) ->
 
 
 def _is_certain(best: TrialResult | None, own: TrialResult | None, metric: str) -> bool:
-    """Return whether ``best``'s gain exceeds the sum of both intervals' half-widths."""
+    """Return whether the gain of ``best`` over ``own`` exceeds the measurement error.
+
+    The error is the sum of the half-widths of both confidence intervals; an unmeasured half-width counts as 0.
+    """
     gain = gain_over(best, own, metric)
     outcomes = [trial.outcome for trial in (best, own) if trial is not None]
     widths = [one.value("half_width") or 0.0 for one in outcomes if isinstance(one, Measured)]
@@ -221,10 +226,11 @@ def _is_certain(best: TrialResult | None, own: TrialResult | None, metric: str) 
 def _sensitivity(
     trials: Sequence[TrialResult], best: TrialResult, space: Space, metric: str
 ) -> list[dict[str, Any]]:
-    """Return a row per setting that says how much each of its values costs.
+    """Return one row per setting of which several values were measured.
 
-    The loss of a value is how much worse, relative to ``best``, the best trial with this value is. Effects of settings that were
-    changed together are not separated. Rows are sorted by the largest loss of a setting.
+    A row has the keys ``knob`` (the setting), ``values`` and ``effect``. Each value has a ``loss``: the relative gain of
+    ``best`` over the best trial with this value. ``effect`` is the largest minus the smallest loss; rows are sorted by
+    descending effect. Settings that were changed together are not separated.
     """
     top = best.score(metric)
     assert top is not None
@@ -295,7 +301,7 @@ def markdown(document: Document) -> Iterator[str]:
 
 
 def headline(document: Document) -> str:
-    """Return the first sentence of the report: the best metric, and its gain."""
+    """Return the report's first sentences: best value, gain over the user's config."""
     best, own = _trial(document, document["best"]), _trial(document, document["own"])
     if best is None:
         return "Nothing could be measured."
@@ -382,7 +388,7 @@ def _cell(text: str) -> str:
 def summary(
     record: SearchRecord, trials: Sequence[TrialResult], metric: str, *, reason: str, is_finished: bool
 ) -> str:
-    """Return the text that ends a search: trials, the best, its gain, paths of files."""
+    """Return the text printed when a search ends: trial table, best trial, file paths."""
     trials = with_means(trials)
     best = best_of(trials, metric)
     state = "finished" if is_finished else "not finished"
@@ -408,7 +414,7 @@ def summary(
 
 
 def ended_line(trial: TrialResult, metric: str) -> str:
-    """Return the line that tells the outcome of a trial."""
+    """Return the line to print when a trial has ended: its error, or its metric."""
     if isinstance(trial.outcome, Failure):
         return f"trial {trial.trial_id} failed ({trial.outcome.kind.value}): {trial.outcome.message}"
     value = None if trial.outcome is None else trial.outcome.value(metric)
@@ -461,7 +467,7 @@ def _over_own(trials: Sequence[TrialResult], best: TrialResult, metric: str) -> 
 
 
 def _amount(value: float) -> str:
-    """Return a number with four digits, and with an SI prefix if large: ``1.234 G``."""
+    """Format a number with four significant digits and an SI prefix: ``1.234 G``."""
     for size, prefix in _PREFIXES:
         if abs(value) >= size:
             return f"{value / (1e3 if prefix == 'k' else size):.4g} {prefix}"
@@ -469,7 +475,7 @@ def _amount(value: float) -> str:
 
 
 def _seconds(value: float) -> str:
-    """Return seconds as a text in s, ms or µs, with three digits."""
+    """Format seconds in s, ms or µs with three significant digits: ``1.23 ms``."""
     if value >= 1:
         return f"{value:.3g} s"
     return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} µs"
@@ -488,7 +494,7 @@ def format_duration(seconds: float) -> str:
 
 
 def _rates(metrics: Mapping[str, float]) -> str:
-    """Return a text with the measured throughputs; empty if none was measured."""
+    """Format the measured throughputs, separated by commas; "" if there are none."""
     return ", ".join(
         f"{_amount(metrics[name])} {meaning}" for name, meaning in _RATES.items() if metrics.get(name)
     )

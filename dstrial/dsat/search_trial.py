@@ -1,8 +1,8 @@
 """Run a whole search inside one trial on a master.
 
 ``python3 -m dstrial.dsat.search_trial`` is the experiment's entrypoint. The context directory contains the experiment config,
-the flags and the search's events so far. Every event is reported to the master before the search acts on it; a restarted trial
-resumes from these events. The search starts and ends its ranks within the trial.
+the flags and the search's events so far. The search reports every event to the master before acting on the event; a restarted
+trial resumes from these events. The ranks of measured configurations are child processes of this trial.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _settings(search: Mapping[str, Any], trial: det.TrialInfo, directory: Path) 
 
 
 class _Journal:
-    """The search's events on the master, which stores them as rows of metrics."""
+    """Reads and writes a search's events, which the master stores as rows of metrics."""
 
     def __init__(self, master: ClusterBackend, trial: det.TrialInfo) -> None:
         self._master = master
@@ -111,7 +111,7 @@ class _Journal:
         return {int(row.steps_completed): json.loads(row.metrics["event"]) for row in rows}
 
     def report(self, event: Mapping[str, Any]) -> None:
-        """Store an event on the master; return after the master has stored it."""
+        """Store an event on the master; block until the master has confirmed it."""
         # Determined's ``report_metrics`` would return earlier, and lose the event during an outage.
         number = self.num_events + 1
         values = {**event.get("metrics", {}), "event": json.dumps(event)}
@@ -138,7 +138,7 @@ class _Journal:
 
 
 class _Ranks(LocalBackend):
-    """Runs the trials of a search inside a trial; publishes reports on the master."""
+    """Back end that measures configurations within this trial; reports to the master."""
 
     def __init__(
         self,

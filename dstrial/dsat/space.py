@@ -1,4 +1,4 @@
-"""The search space: DeepSpeed keys that vary (*knobs*), legal configurations.
+"""The search space: keys that a search varies (*knobs*), and legal configurations.
 
 A *structure* is a configuration without its batch sizes. ``dstrial.config.deepspeed_rules.check`` alone decides whether a
 configuration is legal and whether a key has any effect.
@@ -34,7 +34,7 @@ ALL_STAGES = (0, 1, 2, 3)  # of ZeRO
 _BUCKETS = tuple(factor * 10**power for power in (6, 7, 8, 9) for factor in (1, 5))  # numbers of elements
 _SWITCH = (True, False)
 
-_MAX_CHECKED = 1024  # cached checks of configurations; callers ask several times in a row about the same one
+_MAX_CHECKED = 1024  # size limit of the cache of checks; callers repeat the check of one configuration
 _STAGE_NAMES = ("pipeline_stages", "num_stages", "pipe_parallel_size")
 """Names of hyperparameters that count as a trial's number of pipeline stages if they equal ``data.dstrial.pipeline_stages``."""
 _LAYER_NAMES = ("num_layers", "num_hidden_layers", "n_layers", "n_layer")
@@ -43,7 +43,7 @@ _LAYER_NAMES = ("num_layers", "num_hidden_layers", "n_layers", "n_layer")
 _AXES = {AUTOTP_KEY: "tp", "sequence_parallel_size": "sp"}
 """Path of ``--space`` that sets a parallel dimension -> field of ``ParallelDims``."""
 _PER_STAGE = 8  # micro batches per step and pipeline stage that keep the stages busy
-_BUSY = 8 / 9  # least share of busy stages with so many micro batches: 8 P / (9 P - 1) for P stages
+_BUSY = 8 / 9  # lower bound of a pipeline's ``efficiency`` with ``_PER_STAGE``: 8 P / (9 P - 1) for P stages
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,12 +51,12 @@ class Knob:
     """A DeepSpeed key or hyperparameter, with the values that a search tries."""
 
     path: str  # dotted key of DeepSpeed's JSON, or ``hyperparameters.<name>`` of the trial
-    values: tuple[Any, ...]  # by ascending device memory, if the values differ in it
+    values: tuple[Any, ...]  # the values to try
     stages: tuple[int, ...] = ALL_STAGES  # stages in which DeepSpeed reads the key
     in_pipeline: bool = True  # whether a pipeline engine reads the key
     grows_memory: bool = False  # a larger value needs more device memory
-    counts_params: bool = False  # a number of parameters; values above the model's only reserve more memory
-    is_drawn: bool = True  # whether random methods vary it; not if it saves memory but costs much time
+    counts_params: bool = False  # values are numbers of parameters; above the model's they only cost memory
+    is_drawn: bool = True  # whether random search varies the key; False if it trades much time for memory
 
 
 KNOBS: tuple[Knob, ...] = (
@@ -101,12 +101,14 @@ class Space:
         sizes: sizes of the parallel dimensions.
         stages: ZeRO stages to try.
         train_batch_size: global batch size to use instead of that of ``base``.
-        free_batch: the global batch size may change with the micro batch size.
-        extra: path -> values to try, from ``--space``; they replace a knob's values or add a knob.
+        free_batch: whether the global batch size may change with the micro batch size; if False, the global size is fixed.
+        extra: path -> values to try, from ``--space``. For a default knob they replace its values; other paths become new
+            knobs.
         hyperparameters: hyperparameters of the experiment.
 
     Raises:
-        ConfigError: the batch sizes of the config contradict each other, or cannot be divided by the replicas.
+        ConfigError: ``base`` is illegal, for example has contradictory batch sizes; or ``base`` enables AutoTP, and ``extra``
+            varies its size.
     """
 
     def __init__(
@@ -165,7 +167,7 @@ class Space:
 
     @property
     def bytes_per_value(self) -> int:
-        """Bytes of a parameter or gradient: 2 in half precision (fp16 or bf16), else 4."""
+        """Bytes per element of weights and gradients: 2 for fp16 or bf16, else 4."""
         return width_of(self._effective)
 
     def own(self) -> Candidate:
@@ -173,13 +175,13 @@ class Space:
         return Candidate(self.own_stage, (), self._own_batch, is_own=True)
 
     def smallest(self) -> Candidate:
-        """Return the user's own configuration with the smallest micro batch."""
+        """Return the user's own configuration with the grid's smallest micro batch size."""
         return Candidate(self.own_stage, (), self.batch_size_grid.split(0))
 
     def knobs(self, stage: int) -> tuple[Knob, ...]:
-        """Return the keys that vary in a ZeRO stage, each with the values to try.
+        """Return the knobs of a ZeRO stage, each with the values to try.
 
-        These are the keys that dsat varies by default, and those of ``--space`` that have a legal value in this stage.
+        These are the default knobs of the stage, and the knobs of ``--space`` that have a legal value in the stage.
         """
         result = [
             dataclasses.replace(knob, values=self.extra[knob.path], is_drawn=True)
@@ -194,9 +196,9 @@ class Space:
         return tuple(sorted(result, key=lambda knob: knob.path))
 
     def value(self, candidate: Candidate, path: str) -> Any:
-        """Return a configuration's value of a key or hyperparameter; None if unset.
+        """Return the value of a key or hyperparameter in a configuration.
 
-        A default of DeepSpeed counts as set.
+        For a DeepSpeed key that the configuration does not set, this is DeepSpeed's default; None without a default.
         """
         if path.startswith(HYPERPARAMETERS):
             own = value_at(self._hyperparameters, path.removeprefix(HYPERPARAMETERS))
@@ -209,9 +211,10 @@ class Space:
         return None if None in reasons else reasons[-1]
 
     def _refusal(self, stage: int, path: str, value: Any) -> str | None:
-        """Return why a ZeRO stage rejects a value of a path; None if the stage accepts it.
+        """Return why a ZeRO stage rejects a knob's value; None if the stage accepts it.
 
-        A value is accepted if it is legal alone, or together with one other value of ``--space``.
+        The stage accepts a value that is legal as the only change, or together with one value of another knob of ``--space``.
+        Values of hyperparameters are always accepted.
         """
         if path.startswith(HYPERPARAMETERS):
             return None
@@ -231,9 +234,9 @@ class Space:
         return self._refusals[key]
 
     def draw(self, random: SearchRandom, stage: int, num_params: float | None = None) -> Structure:
-        """Return random settings of a ZeRO stage.
+        """Return a structure with a random value for each knob of a ZeRO stage.
 
-        Bucket and other sizes above ``num_params``, the model's number of parameters, count as one value.
+        Knobs with ``is_drawn`` false are left out. ``num_params`` is the model's number of parameters, as in ``useful_values``.
         """
         settings = []
         for knob in self.knobs(stage):
@@ -243,7 +246,7 @@ class Space:
         return self._structure(stage, settings)
 
     def describe(self, candidate: Candidate) -> str:
-        """Return a line of text: stage, batch, changes to the user's own configuration."""
+        """Return one line of text: ZeRO stage, batch sizes, changes to the user's config."""
         batch = candidate.batch
         words = [f"stage {candidate.stage}, micro batch {batch.micro_batch_size} x {batch.accumulation}"]
         num_stages = self.sizes_of(candidate).pp
@@ -255,15 +258,15 @@ class Space:
         return ", ".join(words)
 
     def structures(self, stage: int, knobs: Sequence[Knob]) -> Iterator[Structure]:
-        """Yield the settings of every combination of the knobs' values, legal or not."""
+        """Yield a structure for each combination of the knobs' values, legal or not."""
         for values in itertools.product(*(knob.values for knob in knobs)):
             yield self._structure(stage, list(zip((knob.path for knob in knobs), values, strict=True)))
 
     def first_position(self, last: int) -> int:
         """Return the index of the micro batch size to try first, at most ``last``.
 
-        The index is that of ``batch_size_grid``. For a pipeline this is the largest micro batch that leaves enough micro
-        batches per step to keep the stages busy; otherwise it is ``last``.
+        Both are indices into ``batch_size_grid``. For a pipeline with a fixed global batch size, the largest size that
+        leaves enough micro batches per step to keep the stages busy; 0 if there is none. Otherwise ``last``.
         """
         num_stages, batches = self.sizes.pp, self.batch_size_grid
         if num_stages == 1 or batches.is_free:
@@ -273,7 +276,7 @@ class Space:
         return full[-1] if full else 0
 
     def candidate(self, structure: Structure, position: int) -> Candidate:
-        """Return the configuration with these settings and a micro batch size.
+        """Return the configuration with a structure's settings and a micro batch size.
 
         ``position`` is the index of the micro batch size in ``batch_size_grid``.
         """
@@ -288,7 +291,7 @@ class Space:
     def sizes_of(self, candidate: Candidate) -> ParallelDims:
         """Return the sizes of a configuration's parallel dimensions.
 
-        If its sizes cannot divide the ranks or layers, those of the user's own configuration are returned.
+        If they are impossible (see ``sizes_problem``), the sizes of the user's own configuration are returned.
         """
         if not self.axes or self.sizes_problem(candidate.settings) is not None:
             return self.sizes
@@ -297,7 +300,7 @@ class Space:
     def sizes_problem(self, settings: Sequence[tuple[str, Any]]) -> str | None:
         """Return why the parallel sizes in ``settings`` are impossible; None if possible.
 
-        They must divide the ranks, and pipeline stages must divide the layers.
+        The number of ranks must be divisible by the sizes, and the number of layers by the number of pipeline stages.
         """
         try:
             num_stages = self._sizes(settings).pp
@@ -315,13 +318,13 @@ class Space:
         return dataclasses.replace(self.sizes, is_pipeline=self.sizes.has_pipeline_engine, **changed)
 
     def config(self, candidate: Candidate) -> dict[str, Any]:
-        """Return a configuration's DeepSpeed config, without keys that its stage ignores."""
+        """Return a configuration's DeepSpeed config, without keys its ZeRO stage ignores."""
         merged = merge_deepspeed(self.base, candidate.overwrite())
         drop_dead_keys(merged, candidate.stage)
         return merged
 
     def checked(self, candidate: Candidate) -> CheckResult:
-        """Return the result of DeepSpeed's rules for a configuration, from a cache."""
+        """Return the (cached) result of ``check_deepspeed`` for a configuration."""
         # The key is a text: values of --space may be lists, and 1 and True are equal, but not the same to DeepSpeed.
         key = json.dumps(candidate.to_json(), sort_keys=True)
         if key not in self._checked:
@@ -339,7 +342,8 @@ class Space:
     def illegal_reason(self, candidate: Candidate) -> str | None:
         """Return why a configuration is illegal; None if it is legal.
 
-        It is illegal if DeepSpeed's rules reject it, or if one of its settings has no effect.
+        A configuration is illegal if its parallel sizes are impossible, or DeepSpeed's rules reject its config. A configuration
+        with a setting that has no effect is illegal too. The user's own configuration counts as legal.
         """
         if candidate.is_own:
             return None
@@ -358,7 +362,9 @@ class Space:
 
 
 def efficiency(accumulation: int, num_stages: int) -> float:
-    """Return the fraction of a step in which no pipeline stage is idle.
+    """Return the fraction of a step's time in which a pipeline stage is not idle.
+
+    ``accumulation`` is the number of micro batches per step.
 
     Source: Huang et al. 2019 (GPipe), section 2.3; the same for 1F1B (Narayanan et al. 2021).
     """
@@ -366,12 +372,18 @@ def efficiency(accumulation: int, num_stages: int) -> float:
 
 
 def enough_accumulation(num_stages: int) -> int:
-    """Return the micro batches per step that keep a pipeline nearly 90 % busy."""
+    """Return how many micro batches per step keep the stages busy for 8/9 of the time.
+
+    1 without a pipeline (``num_stages`` is 1).
+    """
     return 1 if num_stages == 1 else _PER_STAGE * num_stages
 
 
 def _stages_path(paths: Sequence[str], hyperparameters: Mapping[str, Any], sizes: ParallelDims) -> str | None:
-    """Return the path of ``--space`` that sets the number of pipeline stages, or None."""
+    """Return the path in ``--space`` of the hyperparameter with the number of stages.
+
+    None if the engine is no pipeline, or if no such hyperparameter equals the current number of pipeline stages.
+    """
     for name in _STAGE_NAMES:
         path = f"{HYPERPARAMETERS}{name}"
         if path in paths and sizes.has_pipeline_engine and hyperparameters.get(name) == sizes.pp:
@@ -380,7 +392,10 @@ def _stages_path(paths: Sequence[str], hyperparameters: Mapping[str, Any], sizes
 
 
 def _redivide_batch(batch: BatchSplit, sizes: ParallelDims, *, is_free: bool) -> BatchSplit:
-    """Return batch sizes with the same micro batch for another number of replicas."""
+    """Adapt batch sizes to another number of replicas; keep the micro batch size.
+
+    If ``is_free``, the global batch size follows the number of replicas; otherwise the gradient accumulation does.
+    """
     micro = batch.micro_batch_size
     if is_free:
         accumulation = max(batch.accumulation, enough_accumulation(sizes.pp))
@@ -400,10 +415,10 @@ def _layers_problem(num_stages: int, hyperparameters: Mapping[str, Any]) -> str 
 
 
 def useful_values(knob: Knob, num_params: float | None) -> tuple[Any, ...]:
-    """Return the values of a DeepSpeed key that a search tries.
+    """Return a knob's values without those that have the same effect as another value.
 
-    Sizes above ``num_params``, the model's number of parameters (None: unknown), have the same effect. So only the smallest of
-    them is returned.
+    For a knob with ``counts_params``, all values above ``num_params`` (the model's number of parameters) have the same effect.
+    Only the smallest of them is returned. If ``num_params`` is None (unknown), all values are returned.
     """
     if not knob.counts_params or num_params is None:
         return knob.values
@@ -412,14 +427,14 @@ def useful_values(knob: Knob, num_params: float | None) -> tuple[Any, ...]:
 
 
 def live_knobs(stage: int, *, is_pipeline: bool) -> tuple[Knob, ...]:
-    """Return the keys to vary that DeepSpeed reads in a ZeRO stage."""
+    """Return the default knobs that DeepSpeed reads in a ZeRO stage."""
     return tuple(knob for knob in KNOBS if stage in knob.stages and (knob.in_pipeline or not is_pipeline))
 
 
 def drop_dead_keys(merged: dict[str, Any], stage: int) -> None:
-    """Remove the keys of a DeepSpeed config that a ZeRO stage does not read, in place.
+    """Remove, in place, the keys of a DeepSpeed config that a ZeRO stage ignores.
 
-    Also removes sections of offloading to the device ``none``.
+    The sections ``offload_optimizer`` and ``offload_param`` are also removed if their device is ``none``.
     """
     zero = merged.get(ZERO)
     if isinstance(zero, dict):
@@ -434,9 +449,9 @@ def drop_dead_keys(merged: dict[str, Any], stage: int) -> None:
 def with_neutral_values(
     settings: Sequence[tuple[str, Any]], stage: int, base: Mapping[str, Any]
 ) -> tuple[tuple[str, Any], ...]:
-    """Return ``settings``, sorted, with the user's offloading off if it is illegal.
+    """Return sorted ``settings`` that also disable offloading if the stage rejects it.
 
-    ``base`` is the user's DeepSpeed config. Its offloading is disabled if the ZeRO stage rejects it.
+    ``base`` is the user's DeepSpeed config. Settings are added for its offloading sections that ZeRO ``stage`` does not allow.
     """
     values = dict(settings)
     zero = base.get(ZERO)
@@ -455,8 +470,8 @@ def with_neutral_values(
 def refusal(found: CheckResult, candidate: Candidate, own_warnings: Collection[str]) -> str | None:
     """Return why a configuration is illegal; None if it is legal.
 
-    ``found`` is the result of DeepSpeed's rules for the configuration, which is illegal if ``found`` has an error. It is also
-    illegal if one of its settings has no effect. ``own_warnings`` are warnings about the user's own config, which are ignored.
+    A configuration is illegal if ``found``, its result of ``check_deepspeed``, has a problem, or if one of its settings has no
+    effect. ``own_warnings`` are the warnings about the user's own configuration, which are ignored.
     """
     if found.problems:
         return str(found.problems[0])
@@ -476,7 +491,9 @@ def refusal(found: CheckResult, candidate: Candidate, own_warnings: Collection[s
 
 
 def width_of(effective: Mapping[str, Any]) -> int:
-    """Return the bytes of a parameter or gradient: 2 for fp16 or bf16, else 4.
+    """Return the bytes per element of weights and gradients: 2 or 4.
+
+    2 if fp16 or bf16 is enabled.
 
     ``effective`` is a DeepSpeed config with defaults filled in.
     """

@@ -1,4 +1,4 @@
-"""Drive DeepSpeed engines in the training loop; save and load their state.
+"""Train with DeepSpeed engines; save and load their state.
 
 Apart from user trials, only this package imports DeepSpeed at module level.
 """

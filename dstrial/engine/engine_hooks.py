@@ -1,6 +1,6 @@
 """Report forward, backward and step calls of DeepSpeed engines to a listener.
 
-No other module patches methods of DeepSpeed's classes for measurements. ``observe_engines`` undoes the patches when it exits.
+No other module patches methods of DeepSpeed's classes for measurements.
 """
 
 from __future__ import annotations
@@ -22,18 +22,22 @@ class EngineListener(Protocol):
     """
 
     def run(self, phase: str, engine: Any, call: Callable[[], Any]) -> Any:
-        """Execute ``call()``, one method call of the engine, and return its result.
+        """Execute ``call()`` and return its result.
 
-        ``phase`` is the method: ``forward``, ``backward``, ``step``, or a pipeline's ``train_batch``.
+        ``call()`` is one call of the engine's method ``phase``: ``forward``, ``backward``, ``step``, or a pipeline's
+        ``train_batch``.
         """
 
     def stepped(self, engine: Any) -> None:
-        """Handle the end of an optimizer step, including steps skipped for overflow."""
+        """Handle the end of an optimizer step; also called for steps skipped for overflow."""
 
 
 @contextlib.contextmanager
 def observe_engines(listener: EngineListener) -> Iterator[None]:
-    """Report forward, backward and step calls of all engines in this process.
+    """Report calls of all engines in this process to ``listener`` inside the block.
+
+    The calls are ``forward``, ``backward``, ``step``, and a pipeline's ``train_batch``. The patches of DeepSpeed's classes are
+    undone at the end of the block.
 
     Source: DeepSpeed 0.19.8 ``global_steps`` in ``runtime/engine.py`` and ``runtime/pipe/engine.py``.
     """
@@ -64,8 +68,9 @@ def _wrapped(phase: str, method: Callable[..., Any], listener: EngineListener) -
 class LostGradientCheck:
     """Listener that raises ``TrialContractError`` at a step if ZeRO dropped gradients.
 
-    ZeRO may drop gradients if ``engine.backward`` is called several times before one ``engine.step``; ZeRO 0 and
-    ``BF16_Optimizer`` accumulate them. ``loss.backward()`` is not counted, because it may pass through engines that do not step.
+    If ``engine.backward`` is called several times before one ``engine.step``, ZeRO may drop gradients. ZeRO 0 and
+    ``BF16_Optimizer`` accumulate the gradients instead. Calls of ``loss.backward()`` are not counted, because the loss may
+    depend on engines that do not step.
     """
 
     def __init__(self) -> None:

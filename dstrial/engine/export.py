@@ -1,7 +1,7 @@
 """Export a saved engine's weights as one model, in one process on the CPU.
 
 Exported names and shapes are those of the module's ``state_dict``. Values are the optimizer's master weights, converted to the
-requested dtype. safetensors files are written through one buffer of ``_BUFFER_NUMEL`` elements.
+requested dtype. To limit memory, safetensors files are written in chunks of ``_BUFFER_NUMEL`` elements.
 
 A safetensors file has the header's length (8 bytes, little endian), the header (JSON: name -> type, shape, begin and end
 offset), and the bytes of all tensors, in C order and little endian.
@@ -64,7 +64,7 @@ class TensorSpec:
 
 
 def in_file_order(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Return tensors sorted by element size, largest first, so that each is aligned.
+    """Sort tensors by element size, largest first, so that each tensor is aligned.
 
     Tensors with equal element sizes keep their order.
     """
@@ -74,7 +74,7 @@ def in_file_order(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
 def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
     """Return the beginning of a safetensors file: the header's length and the header.
 
-    ``specs`` are the file's tensors in the order of their bytes; ``metadata`` is the header's ``__metadata__``.
+    ``specs`` are the file's tensors in the order in which they will be written; ``metadata`` is the header's ``__metadata__``.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
@@ -88,7 +88,9 @@ def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> by
 
 
 def shards_of(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
-    """Divide tensors, in order, into one list per file of at most ``max_bytes``.
+    """Divide tensors into files of at most ``max_bytes``; return a list per file.
+
+    The order of tensors does not change.
 
     A tensor larger than ``max_bytes`` gets a file of its own.
     """
@@ -104,14 +106,14 @@ def shards_of(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSp
 
 
 class ModelWeights:
-    """Whole weights of a saved engine, merged from all ranks' files, read in chunks.
+    """The weights of a saved engine, merged from the files of all ranks.
 
-    Floating-point tensors are converted to ``dtype``; None keeps the module's dtype. Other tensors are unchanged.
+    Floating-point tensors are converted to ``dtype``; None keeps the module's dtype. Other tensors are not converted.
 
     Attributes:
-        specs: one entry per stored tensor, in module order, buffers last; tied weights have one entry.
+        specs: one entry per tensor to export, in module order, buffers last; tied weights have one entry together.
         aliases: other name of a tied weight -> the weight's name in ``specs``.
-        unequal: tied parameters whose copies on pipeline stages differ; the first stage's copy is exported.
+        unequal: names of tied parameters whose copies on pipeline stages differ; the first stage's copy is exported.
 
     Raises:
         CheckpointLayoutError: layers are split over model-parallel ranks, or frozen weights are not in the checkpoint.
@@ -158,7 +160,10 @@ class ModelWeights:
         return sum(spec.num_bytes for spec in self.specs)
 
     def pieces(self, spec: TensorSpec) -> Iterator[memoryview]:
-        """Yield a tensor's bytes in chunks; each chunk is overwritten by the next one."""
+        """Yield a tensor's bytes in chunks.
+
+        All chunks use the same memory: copy or write a chunk before you request the next one.
+        """
         scratch = torch.empty(min(spec.numel, _BUFFER_NUMEL), dtype=DTYPES[spec.dtype])
         buffer = self._buffers.get(spec.name)
         for begin in range(0, spec.numel, _BUFFER_NUMEL):
@@ -248,9 +253,9 @@ class MergedWeights(ModelWeights):
             )
 
     def _untie(self, saved_specs: Mapping[str, TensorSpec]) -> Iterator[TensorSpec]:
-        """Yield an entry for each tied weight that differs from its owner once merged.
+        """Yield an entry for each tied weight that merging makes different from its owner.
 
-        The owner is the weight with which a tied weight shares its storage in the checkpoint.
+        The owner is the weight whose storage the tied weight shares in the checkpoint.
         """
         # LoRA changes one of two tied layers, ``modules_to_save`` replaces one. Names of other tied weights stay in ``aliases``.
         tied, self.aliases = self.aliases, {}
@@ -301,10 +306,13 @@ def write_safetensors(
     specs: Sequence[TensorSpec] | None = None,
     on_bytes: OnBytes | None = None,
 ) -> None:
-    """Write a new safetensors file of ``specs``, by default of all tensors.
+    """Write the tensors ``specs`` (None: all tensors) to a new safetensors file.
 
-    The metadata maps aliases of tied weights to names in the file. ``on_bytes`` is called with the number of bytes written since
-    its last call.
+    The metadata maps aliases of tied weights to names in the file. ``on_bytes`` is called with the number of bytes written
+    since the previous call.
+
+    Raises:
+        FileExistsError: ``path`` exists.
     """
     ordered = in_file_order(weights.specs if specs is None else specs)
     names = {spec.name for spec in ordered}
@@ -316,9 +324,13 @@ def write_safetensors(
 
 
 def write_torch(weights: ModelWeights, path: pathlib.Path, on_bytes: OnBytes | None = None) -> None:
-    """Write a ``state_dict`` for ``torch.load``, in which tied weights share storage.
+    """Write a new file with a ``state_dict``, in which tied weights share storage.
 
-    All tensors are in memory at once.
+    The file can be read with ``torch.load``. All tensors are in memory at the same time. ``on_bytes`` is called with the number
+    of bytes read since the previous call.
+
+    Raises:
+        FileExistsError: ``path`` exists.
     """
     state: dict[str, torch.Tensor] = {}
     for spec in weights.specs:
@@ -350,8 +362,8 @@ def write_hugging_face(
 ) -> None:
     """Write a new model directory in the format of Transformers' ``save_pretrained``.
 
-    If all tensors together exceed ``max_shard_bytes``, they are divided into several files with an index. ``files`` are config
-    and tokenizer files to copy into ``directory``.
+    ``directory`` must not exist. If all tensors together exceed ``max_shard_bytes``, they are divided into several files with
+    an index. ``files`` are config and tokenizer files to copy into ``directory``.
 
     Source: file names and index of Transformers 4, ``PreTrainedModel.save_pretrained``.
     """
@@ -373,7 +385,10 @@ def write_hugging_face(
 
 
 def write_adapter(weights: AdapterWeights, directory: pathlib.Path, on_bytes: OnBytes | None = None) -> None:
-    """Write a new adapter directory, which ``PeftModel.from_pretrained`` loads."""
+    """Write a new directory that ``PeftModel.from_pretrained`` can load.
+
+    ``directory`` must not exist.
+    """
     directory.mkdir()
     write_safetensors(weights, directory / "adapter_model.safetensors", on_bytes=on_bytes)
     text = json.dumps(weights.config, indent=2, sort_keys=True) + "\n"
@@ -422,10 +437,10 @@ _OTHER_NAMES = (
 
 
 def find_model_files(directories: Iterable[pathlib.Path]) -> list[pathlib.Path]:
-    """Return a model's config and tokenizer files from ``directories``.
+    """Return the config and tokenizer files that are in ``directories``.
 
-    Of files with the same name, the one in the first directory is returned. A ``config.json`` without a model's type or class
-    is ignored.
+    If several directories have a file of the same name, the first directory's file is returned. A ``config.json`` without
+    ``model_type`` and ``architectures`` is ignored.
     """
     found: dict[str, pathlib.Path] = {}
     for directory in directories:

@@ -1,7 +1,7 @@
 """Leave frozen parameters out of checkpoints.
 
-The checkpoint's layout has a checksum of each frozen parameter instead. Before the checkpoint is loaded, the model's code must
-build frozen parameters with the same bits; otherwise loading raises an error.
+Instead, the checkpoint's layout has a checksum of each frozen parameter. At a resume, the trial's code must build the frozen
+parameters with the same bits; otherwise loading raises an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SAVE_KEY = "save_frozen_parameters"
 """Key of ``data.dstrial``: whether checkpoints hold frozen parameters."""
 
 _PIECE_NUMEL = 1 << 22  # elements converted to int64 at a time
-_MIXER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd multiplier that gives each position another weight
+_MIXER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd multiplier: each position gets a different weight
 
 
 def leaves_out_frozen(exp_conf: Mapping[str, Any] | None) -> bool:
@@ -33,7 +33,11 @@ def leaves_out_frozen(exp_conf: Mapping[str, Any] | None) -> bool:
 
 
 def leave_out_frozen(engine: DeepSpeedEngine) -> None:
-    """Make an engine's ``save_checkpoint`` leave out frozen parameters."""
+    """Make an engine's ``save_checkpoint`` leave out frozen parameters.
+
+    Raises:
+        TrialContractError: the engine is a pipeline.
+    """
     if isinstance(engine, PipelineEngine):
         raise TrialContractError(
             f"data.dstrial.{SAVE_KEY} is false, and the engine is a pipeline, whose layers are read from their own files; "
@@ -48,8 +52,8 @@ def without_frozen(
 ) -> Iterator[None]:
     """Make ``load_checkpoint`` accept missing frozen parameters inside the block.
 
-    A no-op if the checkpoint holds frozen parameters. ``saved`` and ``now`` are the layouts of the checkpoint and of the engine.
-    The caller must have compared trained parameters, because ``load_checkpoint`` then checks no names.
+    A no-op if the checkpoint holds frozen parameters. ``saved`` is the layout in the checkpoint, ``now`` that of the engine.
+    The caller must have compared the names of trained parameters, because inside the block ``load_checkpoint`` checks no names.
 
     Raises:
         CheckpointLayoutError: the engine's frozen parameters differ from those at the time of saving.
@@ -65,9 +69,9 @@ def without_frozen(
 
 
 def require_same_frozen(saved: Layout, built: Mapping[str, str]) -> None:
-    """Raise CheckpointLayoutError if frozen parameters differ from those when saved.
+    """Raise ``CheckpointLayoutError`` if frozen parameters changed since the save.
 
-    ``saved`` is the checkpoint's layout. ``built`` maps names to checksums of the frozen parameters that the model now has.
+    ``saved`` is the checkpoint's layout. ``built`` is the result of ``frozen_checksums`` for the present model.
     """
     wrong = [name for name, value in saved.frozen_checksums.items() if built.get(name) != value]
     if wrong:
@@ -81,9 +85,9 @@ def require_same_frozen(saved: Layout, built: Mapping[str, str]) -> None:
 def frozen_checksums(
     engine: DeepSpeedEngine, layout: Layout, allgather: Callable[[Any], list[Any]]
 ) -> dict[str, str]:
-    """Return name -> checksum of each frozen parameter's bits.
+    """Return name -> checksum of the bits, for each frozen parameter of the model.
 
-    The checksums do not depend on how parameters are split over ranks.
+    The checksums do not depend on how parameters are split over ranks. ``allgather(value)`` returns the values of all ranks.
 
     Ranks: all, collectively.
     """

@@ -16,8 +16,8 @@ def available_bytes(
 ) -> int | None:
     """Return the bytes that this process can allocate without swap; None if unknown.
 
-    This is the minimum of the kernel's estimate for the machine and of the unused part of each cgroup limit of this process. A
-    cgroup's inactive page cache counts as unused.
+    This is the minimum of the kernel's estimate for the machine and of the unused part of each cgroup limit that applies to
+    this process. A cgroup's inactive page cache counts as unused. The arguments are paths in ``/proc`` and ``/sys``.
 
     Source: ``man 5 proc`` (MemAvailable); the kernel's documentation of cgroup v2.
     """

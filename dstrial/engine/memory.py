@@ -31,10 +31,10 @@ def memory_parts(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return (part -> bytes on the device, part -> bytes on the host) of the engines.
 
-    The parts are ``PARTS``. Each storage counts once, in its first part. Storages whose ids are in ``seen`` are skipped; ids of
-    counted storages are added to ``seen``. ``is_host(device)`` tells whether a device is host memory. Master weights count as
-    optimizer state. Buffers are module buffers, weights that ZeRO 3 has gathered, and DeepSpeed's other tensors, such as
-    communication buckets.
+    The parts are ``PARTS``. Each storage counts once, in the first part that ``part_tensors`` yields for it. Storages whose ids
+    are in ``seen`` are skipped; ids of counted storages are added to ``seen``. ``is_host(device)`` returns whether a device is
+    host memory. Master weights count as ``optimizer``. ``buffers`` are module buffers, weights that ZeRO 3 has gathered, and
+    DeepSpeed's other tensors, such as communication buckets.
     """
     on_device, on_host = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
     seen = set() if seen is None else seen
@@ -47,7 +47,10 @@ def memory_parts(
 
 
 def part_tensors(engines: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (part, tensor) for the engines' tensors; several may share a storage."""
+    """Yield (part, tensor) for all tensors of the engines.
+
+    A storage may occur several times, also in different parts.
+    """
     for part, find in (
         ("parameters", _parameters),
         ("buffers", _buckets),
@@ -108,7 +111,10 @@ def _buffers(engines: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _tensors(holders: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors inside containers and DeepSpeed's objects, except modules."""
+    """Yield the tensors in nested containers and in attributes of DeepSpeed's objects.
+
+    Modules are not searched.
+    """
     waiting = list(holders)
     seen: set[int] = set()
     while waiting and len(seen) < _MAX_OBJECTS:
@@ -131,12 +137,15 @@ def _base(engine: Any) -> Any:
 
 
 class MemorySplit:
-    """Measures the peak bytes of weights, gradients, optimizer and buffers in a batch.
+    """Measures the engines' peak memory by part while a batch is trained.
+
+    Call ``begin_step`` before and ``end_step`` after each optimizer step, and ``operation`` after each torch operation.
+    ``operation`` may be left out; then activations and ``peak_bytes`` are not measured.
 
     Attributes:
-        device: part -> peak bytes on the device; ``activations`` only if ``operation`` is called.
+        device: part -> peak bytes on the device; the parts are ``PARTS`` and, if measured, ``activations``.
         host: part -> peak bytes on the host, without activations.
-        peak_bytes: peak of all parts together on the device; valid only if ``operation`` is called.
+        peak_bytes: peak of all parts together on the device.
     """
 
     def __init__(self, engines: Sequence[Any], is_host: Callable[[torch.device], bool]) -> None:
@@ -157,8 +166,9 @@ class MemorySplit:
     def operation(self, result: Any, args: Any) -> None:
         """Record the result and arguments of one torch operation; both may be nested.
 
-        Hot path: microseconds. Activations are measured at the first operation of a backward pass; all parts at the first
-        operation after the backward pass, when all gradients exist.
+        Runs after every torch operation, so that it must take microseconds only. Activations are measured at the first
+        operation of a backward pass. All other parts are measured at the first operation after the backward pass, when all
+        gradients exist, and earlier if memory grows by ``_NOTABLE_GROWTH``.
         """
         is_in_backward = torch._C._current_graph_task_id() != -1
         if is_in_backward and not self._is_in_backward:
@@ -196,7 +206,7 @@ class MemorySplit:
     # ---- measuring -----------------------------------------------------------------------------------
 
     def _end_forward(self) -> None:
-        """Measure activations: live tensors that belong to no part when backward begins."""
+        """Measure activations: at the begin of backward, live tensors of no other part."""
         if (
             self._now_bytes <= self._most_before_backward
         ):  # activations are no larger than before; inspecting all engines is slow

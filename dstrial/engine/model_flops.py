@@ -1,8 +1,8 @@
 """Count the FLOPs of torch operations, and those of recomputation separately.
 
-Counting does not change training results. The count is marked as unknown if an operation has no formula, or if a compiler or
-fused kernel hides operations from torch's dispatcher. Only activation checkpointing counts as recomputation; recomputed values
-in a custom ``autograd.Function.backward`` count as the model's FLOPs.
+Counting does not change training results. The count is marked as unknown if an operation has no formula. A compiler or fused
+kernel hides operations from torch's dispatcher, so that they cannot be counted (``why_uncountable``). Only activation
+checkpointing counts as recomputation; recomputation in a custom ``autograd.Function.backward`` counts as the model's FLOPs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _BACKENDS = ("CPU", "CUDA", "XPU", "HPU", "PrivateUse1")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlopCount:
-    """The FLOPs of a call on this rank.
+    """The FLOPs of counted operations on this rank.
 
     Attributes:
         total: FLOPs of matrix products, convolutions and attention; a multiply-add counts as two.
@@ -65,7 +65,7 @@ def _grouped_product_flops(left: torch.Tensor, right: torch.Tensor, *_args: Any,
 
 
 def flop_formulas() -> dict[Any, Callable[..., Any]]:
-    """Return torch operation -> FLOP formula, with formulas that torch 2.13 lacks."""
+    """Return torch operation -> FLOP formula: torch's own, and some that torch lacks."""
     aten, attention = torch.ops.aten, "_scaled_dot_product_flash_attention"
     lacking = {
         f"{attention}_for_cpu": flop_registry[getattr(aten, attention)],
@@ -78,7 +78,7 @@ def flop_formulas() -> dict[Any, Callable[..., Any]]:
 
 
 class _Formulas(dict[Any, Callable[..., Any]]):
-    """Operation -> FLOP formula; ``in`` is true for every operation with a kernel."""
+    """Operation -> FLOP formula. ``operation in self`` is True if it has a kernel."""
 
     # ``FlopCounterMode`` decomposes operations that are not in its formulas. The parts of an operation such as the
     # backward of SiLU round differently than its kernel, so counting would change what a batch trains.
@@ -94,7 +94,7 @@ class FlopCounter(FlopCounterMode):
     An operation without a formula raises no error; it makes the count unknown.
 
     Attributes:
-        on_result: if set, called with each operation's result and arguments, also during an optimizer's step.
+        on_result: if not None, ``on_result(result, (args, kwargs))`` is called after each operation, also while paused.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class FlopCounter(FlopCounterMode):
         return self
 
     def paused(self, call: Callable[[], ResultT]) -> ResultT:
-        """Return the result of ``call()``, whose operations are not counted."""
+        """Execute ``call()`` without counting its operations; return its result."""
         before, self._is_paused = self._is_paused, True
         try:
             return call()
@@ -184,7 +184,7 @@ not count as recomputation.
 def is_recomputed() -> bool:
     """Return whether the running operation recomputes a checkpointed activation.
 
-    Call it only during a backward pass. It takes some microseconds, because it inspects all functions on this thread's stack.
+    Call only during a backward pass. A call takes some microseconds, because it inspects all frames of this thread's stack.
     """
     frame: FrameType | None = sys._getframe(1)
     called = ""  # module of the function that this frame called

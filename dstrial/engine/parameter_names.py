@@ -18,7 +18,7 @@ def plain_name(name: str) -> str:
 
 
 def named_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield (name, parameter), with names as if without ``torch.compile``.
+    """Yield (name, parameter), with names as without ``torch.compile``.
 
     A tied parameter is yielded under each of its names.
     """
@@ -31,9 +31,9 @@ def named_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def with_plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a state dict without ``torch.compile``'s prefix in names.
+    """Return a copy of a state dict without ``torch.compile``'s prefix in its keys.
 
-    In the content of a DeepSpeed model file, the nested state dicts are renamed too.
+    ``state`` may also be the content of a DeepSpeed model file; then the keys of its nested state dicts are changed too.
     """
     return {
         plain_name(key): with_plain_names(value) if key in _NAMED and isinstance(value, Mapping) else value
@@ -42,9 +42,10 @@ def with_plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_names_of(module: torch.nn.Module, state: Any) -> Any:
-    """Return a copy of a DeepSpeed model file's content with ``module``'s names.
+    """Rename parameters in a DeepSpeed model file's content as ``module`` names them.
 
-    Parameter names in the copy have ``torch.compile``'s prefix where ``module`` has it.
+    Returns a copy in which names have ``torch.compile``'s prefix where the names in ``module`` have the prefix. A value that
+    is no mapping is returned unchanged.
     """
     if not isinstance(state, Mapping):
         return state

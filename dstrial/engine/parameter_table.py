@@ -20,7 +20,7 @@ from dstrial.engine.peft_adapter import adapter_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Slot:
-    """A parameter's place in the optimizer; fields as in ``ParameterPlace``."""
+    """Location of a parameter in the optimizer; fields as in ``ParameterPlace``."""
 
     group_idx: int
     buffer_idx: int | None
@@ -83,7 +83,7 @@ def _offload_device(offload: Any) -> str:
 
 
 def _slots(engine: DeepSpeedEngine, part: int) -> tuple[dict[int, _Slot], list[FlatBuffer]]:
-    """Return (``id(parameter)`` -> place in the optimizer, list of its flat buffers)."""
+    """Return (``id(parameter)`` -> its slot, the flat buffers of the optimizer)."""
     sub_groups = optimizers.sub_groups(engine.optimizer)
     flat = optimizers.flat_groups(engine.optimizer)
     groups: Iterable[Sequence[Any]]
@@ -117,7 +117,10 @@ def _slots(engine: DeepSpeedEngine, part: int) -> tuple[dict[int, _Slot], list[F
 
 
 def _places(engine: DeepSpeedEngine, part: int, slots: dict[int, _Slot], stage: int) -> list[ParameterPlace]:
-    """Return layout entries of this rank's parameters in module order, one per name."""
+    """Return the layout entries of this rank's parameters, in module order.
+
+    A tied parameter has one entry per name.
+    """
     first_names: dict[int, str] = {}
     places = []
     for name, param in named_parameters(engine.module):
@@ -145,7 +148,7 @@ def _places(engine: DeepSpeedEngine, part: int, slots: dict[int, _Slot], stage: 
 
 
 def _tied_across_parts(places: Iterable[ParameterPlace]) -> Iterable[ParameterPlace]:
-    """Yield ``places``; for copies of tied layers on later stages, set ``tied_to``."""
+    """Yield ``places``, with ``tied_to`` set for tied layers' copies on later stages."""
     first_stages: dict[str, int] = {}
     for place in places:
         first = first_stages.setdefault(place.name, place.stage)

@@ -1,4 +1,4 @@
-"""Describe the adapter of a PEFT model, so that its weights can be exported.
+"""Describe a PEFT model's adapter, so that it can be exported from checkpoints.
 
 This module does not import PEFT, which is an optional dependency.
 """
@@ -32,8 +32,8 @@ def adapter_of(module: torch.nn.Module) -> dict[str, Any]:
     """Return names and settings with which PEFT would save a model's active adapter.
 
     Returns:
-        A dict with three entries. It is empty if the model has no adapter, if the adapter is prompt tuning, or (with a warning)
-        if PEFT fails to name the tensors.
+        A dict with the three entries below. The dict is empty if the model has no adapter, or if the adapter is prompt tuning.
+        If PEFT fails to name the tensors, a warning is logged, and the dict is empty too.
         ``config``: the content of ``adapter_config.json``.
         ``keys``: name of a parameter or buffer in the model -> name in the adapter's file.
         ``linear``: name of a linear layer with plain LoRA -> (scaling, whether the weight is transposed, adapter's name).
@@ -73,7 +73,10 @@ def adapter_of(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _names_in_file(model: Any, adapter: str) -> dict[str, str]:
-    """Return name of a parameter or buffer -> name in the file that PEFT would write."""
+    """Return name in the model -> name in the adapter file that PEFT would write.
+
+    The names are those of the adapter's parameters and buffers.
+    """
     # PEFT accepts any values in a state dict; numbers as values identify the renamed tensors.
     names = [plain_name(name) for name in model.state_dict()]
     tags = {name: torch.tensor(idx) for idx, name in enumerate(names)}

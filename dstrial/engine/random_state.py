@@ -22,9 +22,9 @@ class RngState:
 
     @classmethod
     def read(cls, device: torch.device | None = None) -> RngState:
-        """Read the generators of Python, NumPy and torch (CPU), and an accelerator's.
+        """Read the generators of Python, NumPy, torch (CPU) and one accelerator.
 
-        ``device`` selects the accelerator; None and a CPU device select none.
+        ``device`` selects the accelerator; for None or a CPU device, no accelerator is read.
         """
         of_device = None
         if device is not None and device.type != "cpu":
@@ -39,7 +39,7 @@ class RngState:
             _accelerator().set_rng_state(self.of_device, device.index)
 
     def to_saved(self) -> dict[str, Any]:
-        """Return the state as values for a checkpoint; ``from_saved`` reads them.
+        """Convert the state to values for a checkpoint; ``from_saved`` converts back.
 
         NumPy arrays become tensors, because ``safe_load`` rejects checkpoint files that contain NumPy arrays.
         """

@@ -1,8 +1,9 @@
 """Load a checkpoint into another layout (ranks, ZeRO, offload, pipeline stages).
 
-Parameter by parameter, each rank copies the elements that it owns from memory-mapped files into its live tensors. Extra memory
-is at most one shard of a parameter; if ``autotp_size`` changes, one whole parameter. Afterwards all values are compared bit by
-bit with the files, whose elements are then located by DeepSpeed's own records.
+Parameter by parameter, each rank copies its elements from memory-mapped files into the engine's tensors. Extra memory is at
+most one shard of a parameter; if ``autotp_size`` changes, one whole parameter. Afterwards all values are compared with the
+files bit by bit. The comparison locates elements by DeepSpeed's own records (``SavedEngine.recorded``), and thus verifies the
+layout.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ class _Target:
 def load_reshaped(engine: DeepSpeedEngine, saved: SavedEngine, now: Layout) -> None:
     """Load a checkpoint of another layout (ranks, ZeRO stage, offload), and verify it.
 
-    ``engine`` must be new; ``now`` is its layout.
+    ``engine`` must be newly created; ``now`` is the engine's layout.
 
     Raises:
         CheckpointLayoutError: the checkpoint cannot be loaded in the layout ``now``.
-        CheckpointDamagedError: the checkpoint's files differ from its manifest.
-        CheckpointError: after loading, a value differs from the checkpoint.
+        CheckpointDamagedError: a file of the checkpoint is missing, cannot be read, or lacks elements of a parameter.
+        CheckpointError: after loading, a value in the engine differs from the checkpoint.
 
     Ranks: all, collectively.
     """
@@ -105,7 +106,7 @@ def load_reshaped(engine: DeepSpeedEngine, saved: SavedEngine, now: Layout) -> N
 
 
 class _Live:
-    """Locates a running engine's tensors on this rank by parameter."""
+    """Finds the tensors of each parameter in this rank's running engine."""
 
     def __init__(self, engine: DeepSpeedEngine, now: Layout) -> None:
         self._now = now
@@ -117,7 +118,10 @@ class _Live:
         self.parameters = dict(named_parameters(engine.module))
 
     def targets(self) -> Iterator[_Target]:
-        """Yield the elements that this rank's optimizer updates, each element once."""
+        """Yield the shards of parameters that this rank's optimizer updates.
+
+        Each element is yielded once; a tied parameter only under its owner's name.
+        """
         masters = optimizers.flat_masters(self._optimizer)
         own_masters = _own_masters(self._optimizer, self.places)
         for name, place in self.places.items():
@@ -136,10 +140,11 @@ class _Live:
                 )
 
     def state(self, target: _Target, key: str) -> tuple[_Target, int | None]:
-        """Return (elements whose state ``key`` this rank has, numel of the state tensor).
+        """Return where this rank stores optimizer state ``key`` of a parameter.
 
-        The elements are ``target``, except for Muon's momentum, of which a rank has whole matrices. The numel is None if the
-        state tensor has the shape of ``target.owner``.
+        Returns:
+            (elements, number of elements of the state tensor). The elements are ``target``, except for Muon's momentum, of
+            which a rank has whole matrices. The number is None if the state tensor has the shape of ``target.owner``.
         """
         place = self.places[target.name]
         if place.buffer_idx is None or not keeps_whole_matrices(self._now, key):
@@ -150,7 +155,10 @@ class _Live:
         return whole, sum(matrix.numel for matrix in matrices.values())
 
     def module_tensors(self) -> Iterator[tuple[str, torch.Tensor, Shard]]:
-        """Yield (parameter name, this rank's flat tensor, the elements in the tensor)."""
+        """Yield (parameter name, this rank's flat tensor, shard in the tensor).
+
+        The tensors are the module's weights; for ZeRO 3, this rank's partitions of them.
+        """
         for name, parameter in self.parameters.items():
             place = self.places[name]
             if place.is_cut:
@@ -162,7 +170,10 @@ class _Live:
 
 
 def _own_masters(optimizer: Any, places: Mapping[str, ParameterPlace]) -> dict[str, torch.Tensor]:
-    """Return parameter name -> master weight; {} if masters are in flat buffers."""
+    """Return parameter name -> master weight of ``FP16_UnfusedOptimizer``.
+
+    {} for other optimizers.
+    """
     masters = optimizers.own_masters(optimizer)
     if masters is None:
         return {}
@@ -184,9 +195,9 @@ def _is_same_class(engine: DeepSpeedEngine, saved: SavedEngine) -> bool:
 def _settings_by_group(
     engine: DeepSpeedEngine, saved: SavedEngine, live: _Live, problems: list[str]
 ) -> dict[int, dict[str, Any]]:
-    """Return index of a group of the running optimizer -> the group's saved settings.
+    """Return index of a parameter group in ``engine`` -> the group's saved settings.
 
-    Conflicts, for example parameters of one group with different saved settings, are appended to ``problems``.
+    If parameters of one group have different saved settings, a message is appended to ``problems``.
     """
     own_groups = _base_groups(engine)
     found: dict[int, tuple[str, dict[str, Any]]] = {}

@@ -1,9 +1,10 @@
 """Copy state to host memory, so that another thread can write it to files later.
 
-The file is bitwise equal to a file written at the time of the copy. ``torch.save`` first gets a pickle module that captures the
-pickled bytes and the storages. Later it gets a pickle module that replays the bytes and the copied storages. DeepSpeed's
-``save_checkpoint`` runs unchanged, with its barriers, but with a checkpoint engine that copies. Files that DeepSpeed writes
-without a checkpoint engine (``latest``, the conversion script, swap files of NVMe offload) are written at once.
+A file written later is bitwise equal to a file written at the time of the copy. For the copy, ``torch.save`` gets a pickle
+module that captures the pickled bytes and the storages. For the write, ``torch.save`` gets a pickle module that replays the
+bytes and the copied storages. DeepSpeed's ``save_checkpoint`` runs unchanged, with its barriers, but with a checkpoint engine
+that copies. Some files are written at the time of the copy, because DeepSpeed writes them without a checkpoint engine:
+``latest``, the conversion script, swap files of NVMe offload.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ _ALIGNMENT_BYTES = 64
 class HostBuffers:
     """Host memory for the copies of one rank's state, reused by later saves.
 
-    There is one chunk of memory per file. Chunks that the last save did not use are freed.
+    There is one chunk of memory per file. After each save, the chunks that this save did not use are freed.
 
     Args:
-        num_sharers: number of ranks on this machine, which allocate at the same time.
-        available: function that returns the bytes available on the machine; None if unknown.
+        num_sharers: number of ranks on this machine; each may use an equal share of the available memory.
+        available: function that returns the available bytes of host memory, or None if they are unknown.
         device: the device of the state. For a CUDA device, chunks are page-locked for faster copies.
     """
 
@@ -69,7 +70,10 @@ class HostBuffers:
         return sum(chunk.nbytes for chunk in [*self._free, *self._taken])
 
     def take(self, sizes: Sequence[int]) -> list[torch.UntypedStorage] | None:
-        """Return one uninitialised buffer per size in bytes; None if memory is short."""
+        """Return one uninitialised buffer for each size in bytes.
+
+        None if the available memory does not suffice; the first time, a warning is logged.
+        """
         ends = np.cumsum([-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes], dtype=np.int64)
         num_bytes = int(ends[-1]) if sizes else 0
         # A small file must not take a large file's chunk, because the large file would then allocate another chunk.
@@ -131,7 +135,7 @@ class HostBuffers:
         return whole[start : start + num_bytes]
 
     def release(self) -> None:
-        """Make all buffers available for the next save; free unused chunks."""
+        """End a save: make its chunks available to the next save, and free all others."""
         self._free, self._taken = self._taken, []
 
     def clear(self) -> None:
@@ -150,7 +154,7 @@ def _storage(array: Any) -> torch.UntypedStorage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _File:
-    """One file to write later."""
+    """The content of one file to write later."""
 
     path: str
     through_python: bool  # write through a Python file object; the archive then lacks the file's name
@@ -162,7 +166,7 @@ class StateCopies:
     """Copies of the values that a rank will write to files.
 
     ``add`` raises no error, because other ranks may wait at DeepSpeed's next barrier; ``write`` raises the error later. If
-    ``buffers`` is None, ``add`` writes every value at once.
+    ``buffers`` is None, ``add`` copies nothing, and writes every value immediately.
     """
 
     def __init__(self, buffers: HostBuffers | None) -> None:
@@ -172,11 +176,13 @@ class StateCopies:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a copy has failed, so that ``write`` will raise the error."""
+        """Whether a call of ``add`` has failed, so that ``write`` will raise its error."""
         return self._error is not None
 
     def add(self, value: Any, path: str, *, through_python: bool = False) -> None:
-        """Copy ``value``, or write the file at once if memory for a copy is short.
+        """Copy ``value``; if memory for a copy is short, write the file immediately.
+
+        A no-op after an earlier call has failed.
 
         Args:
             value: a value for ``torch.save``, which saves the whole storage of each tensor.
@@ -207,9 +213,10 @@ class StateCopies:
         return True
 
     def write(self) -> None:
-        """Write the copies in order, release the buffers, and raise the first error.
+        """Write the copies to their files in order, and release the buffers.
 
-        May be called from any thread, by one thread at a time.
+        Raises the error if a call of ``add`` has failed; then no file is written. The first error of a write is raised too, and
+        ends the writing. May be called from any thread, but not by two threads at the same time.
         """
         try:
             if self._error is not None:
@@ -250,7 +257,7 @@ def _pickled_by_torch(value: Any) -> tuple[bytes, tuple[torch.UntypedStorage, ..
 
 
 class _TorchPickler:
-    """Base of picklers for ``torch.save``, which sets ``persistent_id``."""
+    """Base class of picklers; ``torch.save`` sets their ``persistent_id``."""
 
     persistent_id: Callable[[Any], Any]
 
@@ -285,7 +292,7 @@ class _Capturing(_TorchPickler):
 
 
 class _Replaying(_TorchPickler):
-    """Makes torch number the copied storages as before; writes the captured pickle."""
+    """Writes the captured pickle; makes torch number the copied storages as before."""
 
     def dump(self, file: _File) -> None:
         for storage in file.storages:
@@ -308,7 +315,7 @@ def copy_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str, cop
     """Copy to ``copies`` the state that ``save_engine`` would write.
 
     Call between two optimizer steps. If DeepSpeed does not write with ``torch.save`` (fast, decoupled or DataStates checkpoint
-    engine), or writes torch's old format, the engine is saved at once.
+    engine), or writes torch's old format, ``save_engine`` is called immediately instead.
 
     Ranks: all, collectively.
     """

@@ -60,10 +60,10 @@ def load_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> 
 
 
 def latest_tag(load_dir: str | pathlib.Path) -> str | None:
-    """Return the tag that the file ``latest`` names; None if the file is missing.
+    """Return the tag in the file ``load_dir/latest``; None if the file is missing.
 
     Raises:
-        CheckpointDamagedError: the tag is not a plain folder name. DeepSpeed does not check the tag: ``../../x`` would
+        CheckpointDamagedError: the tag is not a plain folder name. DeepSpeed does not check this: with ``../../x`` it would
             load files outside the checkpoint.
 
     Source: DeepSpeed 0.19.8 ``DeepSpeedEngine.load_checkpoint``.
@@ -87,7 +87,9 @@ def describe_rank(engine: DeepSpeedEngine) -> str:
 
 
 def engine_extra_state(engine: DeepSpeedEngine) -> dict[str, Any]:
-    """Return this rank's state that exact resuming needs and DeepSpeed does not save.
+    """Return the state of this rank that DeepSpeed does not save.
+
+    A resumed run needs this state to continue exactly. The entries are:
 
     - ``micro_steps``: number of micro batches that the engine has processed.
     - ``global_grad_norm``: gradient norm of the last step, as ``get_global_grad_norm`` returns it.
@@ -122,7 +124,10 @@ def engine_extra_state(engine: DeepSpeedEngine) -> dict[str, Any]:
 
 
 def restore_engine_extra_state(engine: DeepSpeedEngine, state: Mapping[str, Any]) -> None:
-    """Restore what ``engine_extra_state`` returned; call after loading the engine.
+    """Restore a result of ``engine_extra_state``; call after loading the engine.
+
+    Raises:
+        CheckpointError: the model's buffers have other names than the saved buffers.
 
     Ranks: all, collectively.
     """
@@ -145,11 +150,14 @@ def restore_engine_extra_state(engine: DeepSpeedEngine, state: Mapping[str, Any]
 def extra_state_for(
     engine: DeepSpeedEngine, saved: Layout, now: Layout, extras: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Build this rank's ``engine_extra_state`` in a changed rank layout.
+    """Build the extra state of this rank from a checkpoint with another rank layout.
 
-    ``extras`` has the ``engine_extra_state`` of each saved rank. ``saved`` and ``now`` are the layouts of the checkpoint and of
-    the engine. A replica gets the buffers of the saved replica with the same index, modulo the number of saved replicas; a
-    pipeline stage gets the buffers of its layers.
+    The result is an argument for ``restore_engine_extra_state``. ``extras`` has the ``engine_extra_state`` of each saved rank.
+    ``saved`` is the layout in the checkpoint, ``now`` that of the engine. A replica gets the buffers of the saved replica with
+    the same index, modulo the number of saved replicas; a pipeline stage gets the buffers of its layers.
+
+    Raises:
+        CheckpointLayoutError: the checkpoint lacks a buffer of the model.
     """
     replica = engines.replica(engine) % saved.data_parallel_size
     parts = [
@@ -183,9 +191,9 @@ def extra_state_for(
 
 
 def merged_tied_modules(extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return key -> state dict of a pipeline's tied layers, merged from all ranks.
+    """Return key of a tied layer -> the layer's state dict, merged from all ranks.
 
-    ``extras`` has the ``engine_extra_state`` of every rank.
+    ``extras`` has the ``engine_extra_state`` of every rank of a pipeline.
 
     Raises:
         CheckpointLayoutError: ranks have different values for the same tied layer.
@@ -213,10 +221,12 @@ def describe_untied(names: Sequence[str]) -> str:
 
 
 def bind_load_checkpoint(engine: PipelineEngine) -> None:
-    """Fix ``load_checkpoint`` of a bfloat16 pipeline without ZeRO; a no-op for others.
+    """Fix ``load_checkpoint`` of a bfloat16 pipeline without ZeRO, in place.
 
-    DeepSpeed 0.19.8 wraps this pipeline's optimizer in ``BF16_Optimizer``, whose state is partitioned and saved per replica, but
-    loads replica 0's state in a wrong format (``KeyError: 0``). The replacement loads each replica's own file.
+    A no-op for other pipelines.
+
+    DeepSpeed 0.19.8 wraps this pipeline's optimizer in ``BF16_Optimizer``, whose state is partitioned and saved per replica,
+    but loads replica 0's state in a wrong format (``KeyError: 0``). The replacement loads each replica's own file.
     """
     if not optimizers.has_file_per_replica(engine.optimizer) or engine.zero_optimization():
         return
@@ -264,10 +274,10 @@ def loading_with(engine: DeepSpeedEngine, load: Callable[..., Any]) -> Iterator[
 
 
 def optimizer_settings(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
-    """Return the optimizer settings that loading overwrites, by parameter group.
+    """Return the optimizer settings that loading overwrites, one dict per group.
 
-    Each entry maps names such as ``lr`` and ``weight_decay`` to values. Settings that a learning-rate scheduler controls are left
-    out, because DeepSpeed's schedulers compute them from the config after a load.
+    Each dict maps names such as ``lr`` and ``weight_decay`` to values. With a learning-rate scheduler, ``lr``, ``betas`` and
+    ``momentum`` are left out: DeepSpeed's schedulers compute them from the config after a load.
     """
     scheduled = () if engine.lr_scheduler is None else _SCHEDULED
     groups = getattr(optimizers.base_optimizer(engine.optimizer), "param_groups", [])
@@ -278,7 +288,7 @@ def optimizer_settings(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
 def is_optimizer_setting(engine: DeepSpeedEngine, name: str, value: Any) -> bool:
     """Return whether the optimizer was created with ``value`` for setting ``name``.
 
-    Only the first parameter group is compared. If a scheduler has set ``initial_lr``, that is compared instead of ``lr``.
+    Only the first parameter group is compared. For ``lr``, the group's ``initial_lr`` is compared if a scheduler has set it.
     """
     group = optimizers.base_optimizer(engine.optimizer).param_groups[0]
     started = group.get("initial_lr", group["lr"]) if name == "lr" else group.get(name)
@@ -286,7 +296,7 @@ def is_optimizer_setting(engine: DeepSpeedEngine, name: str, value: Any) -> bool
 
 
 def describe_optimizer(engine: DeepSpeedEngine) -> str:
-    """Return an optimizer's class and settings as text: ``AdamW (lr 0.1, eps 1e-08)``."""
+    """Return the optimizer's class and settings: ``AdamW (lr 0.1, eps 1e-08)``."""
     optimizer = optimizers.base_optimizer(engine.optimizer)
     group = optimizer.param_groups[0]
     settings = [f"{name} {group[name]}" for name in _OPTIMIZER_SETTINGS if name in group]
@@ -298,14 +308,15 @@ def differing_settings(
 ) -> list[str]:
     """Return the optimizer settings that loading a checkpoint has changed, as text.
 
-    ``before`` is the result of ``optimizer_settings`` before the load. ``overrides``: whether to set changed
-    settings back to the values in ``before``.
+    ``before`` is the result of ``optimizer_settings`` before the load. If ``overrides`` is True, the changed settings are set
+    back to the values in ``before``; otherwise the optimizer is not changed.
 
     Returns:
         One text per difference, such as ``lr 0.0001, in the checkpoint 0.01``.
 
     Raises:
-        CheckpointError: ``overrides`` is set, and the trial's own scheduler has loaded another base learning rate.
+        CheckpointError: ``overrides`` is True, and a scheduler that the trial's code created has loaded another base learning
+            rate (``initial_lr``).
     """
     found: list[str] = []
     for idx, (wanted, loaded) in enumerate(zip(before, optimizer_settings(engine), strict=False)):

@@ -37,9 +37,9 @@ class WeightDifference:
 
 
 def comparable(a: SavedEngine, b: SavedEngine) -> list[str]:
-    """Return the names of parameters that ``a`` and ``b`` both hold with equal shape.
+    """Return the names of parameters that both engines have, with equal shapes.
 
-    The order is that of ``a``. A tied parameter is listed once.
+    The names are in the order of ``a``. A tied parameter has only its owner's name.
     """
     return [
         name
@@ -61,8 +61,8 @@ def weight_differences(
 ) -> Iterator[WeightDifference]:
     """Yield the differences of each parameter's weights in two saved engines.
 
-    Values are compared in double precision. ``with_optimizer``: also compare optimizer state that both engines have.
-    ``on_bytes`` is called with the number of bytes compared since its last call.
+    Only the parameters of ``comparable`` are compared, in double precision. If ``with_optimizer``, optimizer state that both
+    engines have is compared too. ``on_bytes`` is called with the number of bytes compared since the previous call.
     """
     for name in comparable(a, b):
         keys = [MASTER]

@@ -1,10 +1,10 @@
 """Start programs as forks of a server that has imported torch and DeepSpeed.
 
-The server (``server``) imports the modules and forks idle processes, called *spares*. Its parent (``client``) sends a spare the
-program to run. The spare (``fork``) adopts the program's environment, directory and open files, and runs the program. If a new
-process would import other module files than the server did, the spare refuses, and the client starts a new process. A server
-serves only programs with its *key*: all environment variables except those that are read only after the fork.
-The package itself uses only the standard library.
+The server (``server``) imports the modules and forks idle processes, called *spares*. The server's parent (``client``) sends a
+Python program to a spare. The spare (``fork``) adopts the program's environment, directory and open files, and runs the
+program. If a new process would import other module files than the server did, the spare refuses, and the client starts a new
+process. A server runs only programs with the same *key* as the server: all environment variables except those that are read
+only after the fork. The package itself uses only the standard library.
 """
 
 from __future__ import annotations
@@ -88,9 +88,10 @@ def pythonpath_of(environment: Mapping[str, str]) -> list[str]:
 
 
 def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """Return the sorted names of variables that differ between two environments.
+    """Return the sorted names of variables with which two environments differ.
 
-    Variables that may differ between the forks of one server are ignored. Values are left out, because they may be secrets.
+    Variables that may differ between the forks of one server (``is_free``) are ignored. The values are not returned, because
+    they may be secrets.
     """
     ours, theirs = key_of(one), key_of(other)
     return sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))

@@ -34,10 +34,10 @@ class ForkRefusedError(Exception):
 
 
 def trains_trial_class(words: Sequence[str]) -> bool:
-    """Return whether a Python command trains a trial class, not a script.
+    """Return whether a Python command is ``-m dstrial.launch`` with ``--trial``.
 
-    ``words`` are the command without the interpreter. Ranks of a trial class import ``dstrial.launch.imported_ahead`` before the
-    user's module, as a fork server does; scripts import in any order.
+    ``words`` are the command without the interpreter. Such a command trains a trial class, not a script, and can run in a fork.
+    Its ranks import ``dstrial.launch.imported_ahead`` before the user's module, as a fork server does.
     """
     if tuple(words[:2]) != ("-m", "dstrial.launch"):
         return False
@@ -84,9 +84,9 @@ class ForkedProcess:
 
 
 def start_from_spare(program: Program, files: Sequence[int]) -> ForkedProcess:
-    """Start a program in a fork of this process's spare (an idle fork).
+    """Start a program in a fork of this process's spare (an idle fork), as a child.
 
-    ``files`` are open descriptors; the program sees them as the descriptors ``program.numbers``.
+    ``files`` are open descriptors; in the program they have the numbers ``program.numbers``.
 
     Raises:
         ForkRefusedError: the program cannot run in a fork; the message says why, or is empty if this process has no spare.
@@ -107,9 +107,9 @@ def start_from_spare(program: Program, files: Sequence[int]) -> ForkedProcess:
 
 
 def fork_or_none(program: Program, files: Sequence[int]) -> ForkedProcess | None:
-    """Start a program as ``start_from_spare`` does; return None if it is refused.
+    """Start a program as ``start_from_spare`` does; return None if this is refused.
 
-    The refusal is logged, unless this process has no spare.
+    The reason is logged, unless this process has no spare.
     """
     try:
         return start_from_spare(program, files)
@@ -138,10 +138,10 @@ def start_program(spare: int, program: Program, files: Sequence[int]) -> int:
     Args:
         spare: socket of the idle fork; closed on return.
         program: the program.
-        files: open descriptors; the program sees them as the descriptors ``program.numbers``.
+        files: open descriptors; in the program they have the numbers ``program.numbers``.
 
     Raises:
-        ForkRefusedError: the program cannot run in this fork, and the caller must start a new process.
+        ForkRefusedError: the program cannot run in this fork, which has ended; the caller must start a new process.
     """
     with socket.socket(fileno=spare) as connection, os.fdopen(os.memfd_create("program"), "w+b") as text:
         connection.settimeout(ANSWER_TIMEOUT_S)
@@ -164,7 +164,13 @@ def start_program(spare: int, program: Program, files: Sequence[int]) -> int:
 
 
 def _ask(connection: socket.socket, request: bytes, files: Sequence[int] = ()) -> tuple[bytes, list[int]]:
-    """Send a request, unless it is empty; return the response and its descriptors."""
+    """Send a request; wait for the response; return its bytes and file descriptors.
+
+    If ``request`` is empty, nothing is sent.
+
+    Raises:
+        ForkRefusedError: the other process has ended or does not answer.
+    """
     try:
         if request:
             socket.send_fds(connection, [request], list(files))
@@ -190,7 +196,12 @@ class ForkServer:
     ) -> None:
         """Start the server process, without waiting until it has imported ``modules``.
 
-        ``environment`` is that of the programs to fork; ``program`` are the arguments of ``python`` that run the server.
+        Args:
+            environment: the environment of the programs that will run in forks.
+            modules: names of the modules to import.
+            log: file to which the server's output is appended.
+            python: the Python interpreter of the server.
+            program: arguments of ``python`` that run the server.
         """
         self.key = key_of(environment)
         self._problem: str | None = None
@@ -211,10 +222,12 @@ class ForkServer:
         self.pid = self._process.pid
 
     def is_ready(self, timeout_s: float = 0.0) -> bool:
-        """Wait for the server's imports; return whether they ended within the timeout.
+        """Wait until the server has imported its modules; return False after a timeout.
+
+        With the default ``timeout_s`` 0, do not wait.
 
         Raises:
-            ForkRefusedError: the server failed to import; the message says why.
+            ForkRefusedError: an import failed, or the server cannot be forked safely; the message says why.
         """
         with self._lock:
             if self._problem is None:
@@ -229,7 +242,7 @@ class ForkServer:
             return True
 
     def mismatch(self, environment: Mapping[str, str]) -> str:
-        """Return why the server cannot fork programs with this environment; "" if it can."""
+        """Return why the server cannot fork a program with ``environment``; "" if it can."""
         names = differing(self.key, environment)
         return f"{', '.join(names)}: not as where it was imported ahead" if names else ""
 
@@ -249,7 +262,9 @@ class ForkServer:
                 raise
 
     def start(self, program: Program, files: Sequence[int]) -> ForkedProcess:
-        """Start a program as a fork that is this process's child; see ``start_program``.
+        """Start a program in a fork of the server; the fork becomes this process's child.
+
+        The arguments are those of ``start_program``.
 
         Raises:
             ForkRefusedError: the program cannot run in a fork, and the caller must start a new process.
@@ -259,7 +274,7 @@ class ForkServer:
         return ForkedProcess(start_program(spare, program, files))
 
     def close(self) -> None:
-        """End the server; its forks continue."""
+        """End the server process; forks with running programs continue."""
         self._connection.close()
         try:
             self._process.wait(END_TIMEOUT_S if self._problem is not None else 0.01)
@@ -277,9 +292,10 @@ class OwnForkServer:
         self._server: ForkServer | None = None
 
     def get(self, environment: Mapping[str, str], timeout_s: float) -> ForkServer | None:
-        """Return the server once its imports have ended; None if they fail or time out.
+        """Return a server that is ready to fork programs with ``environment``.
 
-        A server that cannot fork programs with this environment is replaced.
+        The server is started if there is none for this environment; a server for another environment is closed. None if the
+        server cannot start, if an import fails, or if the imports do not end within ``timeout_s``.
         """
         with self._lock:
             try:
@@ -296,10 +312,11 @@ class OwnForkServer:
     def run(
         self, program: Program, files: Sequence[int], timeout_s: float
     ) -> subprocess.Popen[bytes] | ForkedProcess:
-        """Start a program in a fork, else in a new process.
+        """Start a program in a fork of the server, or, if impossible, in a new process.
 
-        ``files`` are the descriptors of its stdin, stdout and stderr. The process leads a session, and the kernel kills it when
-        this process ends.
+        A new process is started if ``get`` returns no server within ``timeout_s``, or if the fork refuses the program.
+        ``files`` are the descriptors of the program's stdin, stdout and stderr. The program leads a new session. The kernel
+        kills the program when this process ends.
         """
         program = dataclasses.replace(program, leads="session", ends_with_parent=True)
         server = self.get(program.environment, timeout_s)
@@ -321,7 +338,7 @@ def new_process(
 ) -> subprocess.Popen[bytes]:
     """Start a command in a new session; the kernel kills it when this process ends.
 
-    ``files`` are the descriptors of its stdin, stdout and stderr.
+    ``words`` are the command with its arguments; ``files`` are the descriptors of the command's stdin, stdout and stderr.
     """
     return subprocess.Popen(
         words,

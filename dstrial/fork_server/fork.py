@@ -46,19 +46,22 @@ _exit_code = 0  # of this fork's program; -n if signal n ends the program
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """A Python program to run in a fork: arguments and initial state of the process."""
+    """A Python program to run in a fork: its arguments and its initial process state."""
 
     words: Sequence[str]  # ``-m MODULE ARGUMENTS`` or ``FILE ARGUMENTS``
     environment: Mapping[str, str]
     directory: str
-    numbers: Sequence[int] = (0, 1, 2)  # the program's descriptors of the files that are sent with it
+    numbers: Sequence[int] = (0, 1, 2)  # descriptor numbers, in the program, of the files sent with it
     leads: str = ""  # ``session`` or ``group``: the process becomes its leader; empty for neither
     umask: int | None = None  # None to inherit the parent's
     ends_with_parent: bool = False  # whether the kernel kills the process when its parent ends
     has_spare: bool = False  # whether the process gets a spare to fork its own children from
 
     def import_directories(self) -> list[str]:
-        """Return the absolute paths that will come first in the program's ``sys.path``."""
+        """Return the absolute paths that the program puts first in ``sys.path``.
+
+        These are the directory of the program, and the directory of an option ``--context-dir``.
+        """
         found = ["" if self.words[0] == "-m" else os.path.dirname(self.words[0])]  # noqa: PTH120
         for word, following in itertools.pairwise((*self.words, "")):
             if word.startswith("--cont"):  # --context-dir, or short for it
@@ -68,7 +71,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin:
-    """The state of a fork server after its imports, which its forks inherit."""
+    """The state of a fork server after its imports; the forks inherit this state."""
 
     added: Mapping[str, str]  # environment variables that the imports set
     path: Sequence[str]  # ``sys.path`` without the program's directory and PYTHONPATH
@@ -76,7 +79,10 @@ class Origin:
     versions: Mapping[str, int]  # modification time (ns) of each imported file
 
     def refusal(self, program: Program) -> str:
-        """Return why a program would run differently in a fork; "" if it would not."""
+        """Return why ``program`` must not run in a fork; "" if it may.
+
+        The reason is a difference to a new process: environment, open files, or files of imported modules.
+        """
         names = differing(os.environ, {**self.added, **program.environment})
         if names:
             return f"{', '.join(names)}: not as where it was imported ahead"
@@ -126,8 +132,8 @@ def prctl(option: int, value: int) -> None:
 def fork_spare(origin: Origin, *, is_adopted: bool = False) -> int:
     """Fork this process; return a socket to the idle fork, which waits for a program.
 
-    ``origin`` is this process's state after its imports. With ``is_adopted`` the fork is orphaned, so that its parent is the
-    nearest ancestor that is a child subreaper.
+    ``origin`` is this process's state after its imports. If ``is_adopted``, the fork is orphaned: its parent becomes the
+    nearest ancestor that is a child subreaper. Otherwise the fork is a child of this process.
     """
     ours, theirs = (one.detach() for one in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     try:
@@ -146,9 +152,10 @@ def fork_spare(origin: Origin, *, is_adopted: bool = False) -> int:
 
 
 def _run_spare(descriptor: int, origin: Origin, *, is_adopted: bool) -> NoReturn:
-    """Wait in an idle fork for a program from socket ``descriptor``, run it and exit.
+    """Wait in an idle fork for a program from socket ``descriptor``; run it and exit.
 
-    The exit also unwinds the frames inherited from the parent; these frames must not own file objects, only descriptors.
+    The exit also unwinds the stack frames inherited from the parent. Therefore these frames must own no file objects, only
+    descriptors.
     """
     global spare
     with _ending_on_error():
@@ -205,12 +212,15 @@ def _ending_on_error() -> Iterator[None]:
 
 
 def reply(descriptor: int, problem: str) -> None:
-    """Send why a request failed, or "" for success, on socket ``descriptor``."""
+    """Send a response on socket ``descriptor``; ``problem`` is "" for success."""
     os.write(descriptor, b"=" + problem.encode()[:4000])
 
 
 def _receive(descriptor: int) -> tuple[bytes, list[int]]:
-    """Wait for a request; return its kind, such as ``PROGRAM``, and descriptors."""
+    """Wait for a request; return (its kind, such as ``PROGRAM``, its descriptors).
+
+    If the other process has ended or closed the socket, this process exits.
+    """
     with _ending_on_error():
         connection = socket.socket(fileno=descriptor)
         request, files, _, _ = socket.recv_fds(connection, 1, MAX_FILES + 1, socket.MSG_CMSG_CLOEXEC)
@@ -317,7 +327,10 @@ def _run(words: Sequence[str]) -> NoReturn:
 
 
 def _run_main(words: Sequence[str]) -> None:
-    """Run the program in a new module ``__main__``."""
+    """Run a program, as Python would, in a new module ``__main__``.
+
+    ``words`` are ``Program.words``.
+    """
     main = types.ModuleType("__main__")
     vars(main)["__builtins__"] = builtins
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # both names, as multiprocessing sets them
@@ -330,9 +343,9 @@ def _run_main(words: Sequence[str]) -> None:
 
 
 def end_without_teardown() -> None:
-    """Flush all files and exit at once, as the last exit handler.
+    """Flush all files and exit without deallocating objects; the last exit handler.
 
-    Deallocating objects would copy the memory pages shared with the server, which takes 0.4 s.
+    Deallocation would copy the memory pages that are shared with the server, which takes 0.4 s.
     """
     # Text layers first: they flush into binary layers.
     for layer in (io.TextIOWrapper, (io.BufferedWriter, io.BufferedRandom)):
@@ -366,6 +379,6 @@ def _close_all_but(kept: Iterable[int]) -> None:
 
 
 def open_descriptors() -> set[int]:
-    """Return this process's open descriptors, without the three standard ones."""
+    """Return this process's open file descriptors, except stdin, stdout and stderr."""
     names = os.listdir("/proc/self/fd")  # includes the descriptor of the listing itself, which is closed now
     return {int(name) for name in names if os.path.exists(f"/proc/self/fd/{name}")} - {0, 1, 2}  # noqa: PTH110

@@ -21,7 +21,10 @@ from dstrial.fork_server import NVML_CHECK_VARIABLE, fork, pythonpath_of
 
 
 def main(words: Sequence[str]) -> None:
-    """Run the fork server; ``words`` are a socket's descriptor and names of modules."""
+    """Run the fork server; ``words`` are a socket's descriptor and names of modules.
+
+    The server imports the modules, sends the result on the socket, and then forks a spare for each request.
+    """
     descriptor = int(words[0])
     os.set_inheritable(descriptor, False)
     atexit.register(fork.end_without_teardown)  # registered first, so that it runs last

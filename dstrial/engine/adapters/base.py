@@ -22,20 +22,24 @@ class EngineAdapter:
 
     Args:
         engine: the ``deepspeed.DeepSpeedEngine`` that the user's trial has wrapped.
-        data_parallel_rank: index of this rank's replica, from 0; None for this rank's index in the engine's data-parallel group.
+        data_parallel_rank: index of this rank's replica, from 0; None for this rank's index in the engine's data-parallel
+            group.
         data_parallel_world_size: number of replicas; None for the size of the engine's data-parallel group.
 
     Attributes:
         micro_batch_size: records in one forward pass of one replica (``train_micro_batch_size_per_gpu``).
         micro_batches_per_batch: a replica's micro batches per step (``gradient_accumulation_steps``).
         topology: the ``PipelineParallelGrid`` of a pipeline's ranks; None for a data-parallel engine.
-        train_calls_per_batch: calls of ``train_batch`` per optimizer step: 1 for a pipeline, otherwise the accumulation steps.
-        micro_batches_per_evaluation: micro batches per ``evaluate_batch``: a pipeline's accumulation steps, otherwise 1.
-        reports_metrics: whether this rank has the loss. In a pipeline, only the last stage has it; otherwise every rank.
-        needs_loader: whether this rank reads records. In a pipeline, only the first stage (inputs) and the last (labels) do.
+        train_calls_per_batch: calls of the trial's ``train_batch`` per optimizer step: 1 for a pipeline, otherwise the
+            accumulation steps.
+        micro_batches_per_evaluation: micro batches per call of the trial's ``evaluate_batch``: a pipeline's accumulation steps,
+            otherwise 1.
+        reports_metrics: whether this rank computes the loss: in a pipeline only the last stage, otherwise every rank.
+        needs_loader: whether this rank reads records: in a pipeline only the first stage (inputs) and the last stage (labels),
+            otherwise every rank.
         sends_ragged_micro_batches: whether a training micro batch may have fewer than ``micro_batch_size`` records. False for a
             pipeline, whose activation buffers have the shape of the first micro batch.
-        forward_is_collective: whether every replica must call forward equally often (ZeRO 3, experts, pipelines).
+        forward_is_collective: whether every replica must call forward equally often (with ZeRO 3, experts or a pipeline).
     """
 
     def __init__(
@@ -71,7 +75,7 @@ class EngineAdapter:
 
     @property
     def micro_batches_stepped(self) -> int:
-        """Micro batches trained by this replica, including those before a resume."""
+        """Number of micro batches that this replica has trained, also before a resume."""
         return int(
             self.engine.micro_steps
         )  # DeepSpeed counts calls of ``step`` (0.19.8 runtime/engine.py:3680)
@@ -80,24 +84,25 @@ class EngineAdapter:
         self.engine.train(training)
 
     def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
-        """Make ``engine.train_batch()`` read ``iterator``; a no-op if not a pipeline.
+        """Make a pipeline's ``engine.train_batch()`` read ``iterator``.
 
-        The iterator yields micro batches endlessly. On ranks that read no records, ``iterator`` is None.
+        A no-op for a data-parallel engine. The iterator yields micro batches endlessly. On ranks that read no records,
+        ``iterator`` is None.
         """
 
     def validation_rounds(
         self, num_records: int, records_per_micro_batch: int, *, all_replicas: bool = False
     ) -> tuple[ValidationRound, ...]:
-        """Return this replica's rounds of a validation, in order.
+        """Return this replica's validation rounds, in order.
 
-        The rounds of all replicas together evaluate each record once. In each round the loop calls ``evaluate_batch`` once,
-        except in an empty round.
+        All replicas together count each record once. In each round, the training loop calls the trial's ``evaluate_batch``
+        once; a round without micro batches is skipped.
 
         Args:
             num_records: size of the validation set.
             records_per_micro_batch: batch size of the validation loader.
-            all_replicas: whether every replica must call ``evaluate_batch`` equally often, because a forward pass of another
-                engine of the trial is collective.
+            all_replicas: True makes every replica call ``evaluate_batch`` equally often. Required if another engine of the
+                trial has ``forward_is_collective``.
         """
         return plan_validation(
             num_records,
@@ -111,16 +116,18 @@ class EngineAdapter:
     def bind_validation_round(
         self, validation_round: ValidationRound | None, iterator: Iterator[Any] | None
     ) -> None:
-        """Make ``engine.eval_batch`` evaluate this round; a no-op if not a pipeline.
+        """Make a pipeline's ``engine.eval_batch`` evaluate a validation round.
 
-        ``validation_round`` None ends the validation. The iterator yields this round's micro batches; it is None on ranks that
-        read no records. An iterator that the caller passes to ``eval_batch`` takes precedence.
+        A no-op for a data-parallel engine. ``validation_round`` None ends the validation. ``iterator`` yields the round's micro
+        batches; it is None on ranks that read no records. An iterator passed to ``eval_batch`` takes precedence.
         """
 
     def layout(self, allgather: Callable[[Any], list[Any]]) -> Layout:
-        """Return how the engine's state is split over ranks. Ranks: all, collectively.
+        """Return how the engine's state is split over ranks.
 
         ``allgather(value)`` returns the values of all ranks, in order of ranks.
+
+        Ranks: all, collectively.
         """
         return collect_layout(self.engine, allgather)
 

@@ -1,4 +1,4 @@
-"""Read an engine's parallel dimensions, and change its batch sizes for a resume."""
+"""Read an engine's parallel dimensions; change its batch sizes when a run resumes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def set_batch_sizes(
 ) -> None:
     """Change an engine's micro batch size and gradient accumulation steps.
 
-    Call between two optimizer steps. DeepSpeed's setters change only the config, and fail if sequence parallelism leaves
-    ``dp_world_size`` unset. This function also updates the pipeline's schedule, the optimizer's accumulation steps, and the
-    throughput timer's batch size. ``name`` is the engine's name for error messages.
+    Call between two optimizer steps. Also updates the pipeline's schedule, the optimizer's accumulation steps, and the
+    throughput timer's batch size. DeepSpeed's own setters change only the config, and fail if sequence parallelism leaves
+    ``dp_world_size`` unset. ``name`` is the engine's name for error messages.
 
     Raises:
         ConfigError: DeepSpeed has already created its training loader with the old micro batch size.
@@ -57,9 +57,9 @@ def set_batch_sizes(
 
 
 def recount_micro_batches(engine: DeepSpeedEngine, saved: Layout, now: Layout) -> None:
-    """Recompute a loaded engine's micro batch counters if accumulation has changed.
+    """Convert a loaded engine's micro batch counters to its new accumulation steps.
 
-    ``saved`` and ``now``, the layouts of the checkpoint and of the engine, contain the accumulation steps.
+    ``saved`` is the layout in the checkpoint, ``now`` that of the engine. A no-op if both have equal accumulation steps.
     """
     if saved.micro_batches_per_batch == now.micro_batches_per_batch:
         return

@@ -19,10 +19,15 @@ def adapt(
 ) -> EngineAdapter:
     """Return the adapter through which the training loop uses an engine.
 
-    For a pipeline engine, this replaces the engine's ``train_batch`` and ``eval_batch``.
+    The ``train_batch`` and ``eval_batch`` of a pipeline engine are replaced.
 
-    ``data_parallel_rank`` and ``data_parallel_world_size`` are those of the user's model-parallel unit (``mpu``). Without a
-    unit both are None, and the engine's own groups are used.
+    Args:
+        engine: the engine that the user's trial has wrapped.
+        data_parallel_rank: the rank according to the user's model-parallel unit (``mpu``); None to ask the engine's groups.
+        data_parallel_world_size: the number of replicas according to the ``mpu``; None to ask the engine's groups.
+
+    Raises:
+        TrialContractError: dstrial cannot train ``engine`` (see ``require_engine``), or two stages share a layer's parameter.
     """
     require_engine(engine)
     if isinstance(engine, PipelineEngine):
@@ -33,7 +38,7 @@ def adapt(
 def require_engine(engine: object) -> None:
     """Raise ``TrialContractError`` unless dstrial can train ``engine``.
 
-    Rejected are objects that are not DeepSpeed engines, and engines that combine:
+    Objects that are not DeepSpeed engines are rejected, and engines that combine:
 
     - sequence parallelism without process groups;
     - AutoTP and layers with PEFT adapters;
@@ -59,7 +64,10 @@ def require_engine(engine: object) -> None:
 
 
 def _require_trained_in_model(engine: DeepSpeedEngine) -> None:
-    """Raise an error if AutoTP has replaced parameters that the optimizer updates."""
+    """Raise ``TrialContractError`` if AutoTP has replaced the optimizer's parameters.
+
+    The optimizer would then update parameters that the model no longer uses.
+    """
     # DeepSpeed 0.19.8 replaces PEFT's adapter layers as if they were plain linear layers.
     # ZeRO's optimizer has flat buffers instead of parameters; there DeepSpeed itself raises an error (``append_remedy``).
     if dims_of(engine).tp == 1 or engine.optimizer is not engines.basic_optimizer(engine):
@@ -75,7 +83,7 @@ def _require_trained_in_model(engine: DeepSpeedEngine) -> None:
 
 
 def _require_sequence_groups(engine: DeepSpeedEngine) -> None:
-    """Raise an error if gradients are not reduced over sequence-parallel ranks.
+    """Raise ``TrialContractError`` if sequence-parallel ranks do not reduce gradients.
 
     DeepSpeed 0.19.8 divides the batch by ``sequence_parallel_size`` even without process groups. With a device mesh,
     DeepSpeed reduces gradients over data-parallel ranks only (``utils/groups.py:911``), so that weights diverge.

@@ -1,7 +1,8 @@
 """The adapter for pipeline engines; replaces ``train_batch`` and ``eval_batch``.
 
-DeepSpeed fixes activation shapes at the first micro batch, requires an iterator in every call, and averages validation losses
-of replicas without weighting them by records. The replacements lift these three restrictions.
+DeepSpeed fixes activation shapes at the first micro batch, requires an iterator in every call, and averages the replicas'
+validation losses without weights. The replacements reset the shapes between training and validation, use the loop's iterator
+by default, and weight the losses by records.
 """
 
 from __future__ import annotations
@@ -82,10 +83,16 @@ class PipelineAdapter(EngineAdapter):
             self._shape = None
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Train on one batch of ``data_iter``, by default of the bound iterator.
+        """Train on one batch; return the mean loss over all replicas' micro batches.
 
-        Returns the mean loss over the micro batches of all replicas, shape (), on every rank. Raises ``DataError`` if the
-        iterator ends within the batch. Ranks: all, collectively.
+        ``data_iter`` yields the micro batches; None uses the iterator of ``bind_training_iterator``. The loss has shape (), and
+        is equal on every rank.
+
+        Raises:
+            DataError: the iterator ends within the batch, or the shape of the inputs changes.
+            TrialContractError: a rank of the first or last stage has no iterator.
+
+        Ranks: all, collectively.
         """
         iterator = self._training_iterator if data_iter is None else data_iter
         self._require_data("train_batch", self.engine.data_iterator if iterator is None else iterator)
@@ -105,12 +112,19 @@ class PipelineAdapter(EngineAdapter):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Evaluate the current validation round (``bind_validation_round``).
+        """Evaluate the round of ``bind_validation_round``; return the mean loss.
 
-        If an argument other than ``data_iter`` and ``bcast_loss`` is not the default, DeepSpeed's own method evaluates. Returns
-        the mean loss over the records of all replicas in this round, shape (); NaN if the round only repeats records. Every rank
-        gets the loss; if ``bcast_loss`` is False, only the last stage does. Raises ``DataError`` if the iterator ends within the
-        round, and ``TrialContractError`` if the loss is not a single number. Ranks: all, collectively.
+        The loss has shape (), and is the mean over the round's records on all replicas. Repeated records do not count; if there
+        are no others, the loss is NaN. If ``bcast_loss`` is True, every rank gets the loss; otherwise only the last stage does.
+
+        Without a round, or if ``return_logits``, ``compute_loss``, ``reduce_output`` or ``num_micro_batches`` differs from its
+        default, the result is that of DeepSpeed's own ``eval_batch``.
+
+        Raises:
+            DataError: the iterator ends within the round, or the shape of the inputs changes.
+            TrialContractError: the loss is not a single number, or a rank of the first or last stage has no iterator.
+
+        Ranks: all, collectively.
         """
         iterator = self._round_iterator if data_iter is None else data_iter
         self._require_data("eval_batch", iterator)
@@ -150,7 +164,10 @@ class PipelineAdapter(EngineAdapter):
         reduce_dp: bool = True,
         micro_batches: int | None = None,
     ) -> Any:
-        """Return the mean loss of micro batches, weighted by records when evaluating."""
+        """Return the mean loss of micro batches; replaces DeepSpeed's ``_reduce_outputs``.
+
+        In a validation round, the mean is weighted by records. Otherwise DeepSpeed's own method computes the result.
+        """
         # Ranks: the last stage of every replica, collectively.
         if self._weights is None:
             return engines.reduce_outputs(self.engine, outputs, reduce, reduce_dp, micro_batches)
@@ -181,7 +198,10 @@ class PipelineAdapter(EngineAdapter):
         self._shape = shape
 
     def _of_one_shape(self, iterator: Iterator[Any] | None) -> Iterator[Any] | None:
-        """Return an iterator that raises ``DataError`` if the shape of inputs changes."""
+        """Wrap ``iterator`` to raise ``DataError`` if the shape of the inputs changes.
+
+        If the shape may change (``dynamic_shape``, or only one stage), ``iterator`` itself is returned.
+        """
         if iterator is None or self.engine.module.dynamic_shape or self.engine.num_stages == 1:
             return iterator
         return self._checked(iterator)
@@ -218,10 +238,10 @@ class PipelineAdapter(EngineAdapter):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _SavedState:
-    """State of a pipeline engine before an evaluation, restored afterwards."""
+    """State of a pipeline engine before an evaluation, restored after the evaluation."""
 
-    # With ``seed_layers``, each forward pass, also of an evaluation, increments ``micro_offset`` and seeds
-    # the global random generators with this number.
+    # With ``seed_layers``, each forward pass increments ``micro_offset``, and seeds the global random generators with
+    # ``micro_offset``. Forward passes of an evaluation do the same.
 
     micro_offset: int
     generators: RngState | None

@@ -14,11 +14,11 @@ class ValidationRound:
     """One call of ``evaluate_batch`` on one replica.
 
     Attributes:
-        record_ranges: for each micro batch of this replica the half-open range ``(start, stop)`` of
-            positions in the validation order. Empty: this replica skips the round.
-        records: number of records that count in the mean loss. 0 for a skipped round, and for a filler round, which evaluates
-            another replica's record again.
-        is_ragged: whether any replica has a micro batch smaller than the loader's batch size; equal on all replicas, so that
+        record_ranges: per micro batch of this replica, the half-open range ``(start, stop)`` of positions in the order in which
+            the validation set is read. Empty if this replica skips the round.
+        records: number of this replica's records that count in the mean loss. 0 for a skipped round, and for a filler round
+            (see ``is_filler``).
+        is_ragged: whether some replica has a micro batch smaller than the loader's batch size. Equal on all replicas, so that
             all replicas reset their activation buffers together.
     """
 
@@ -32,12 +32,15 @@ class ValidationRound:
 
     @property
     def micro_batch_records(self) -> tuple[int, ...]:
-        """Records in each micro batch of this replica, including repeated records."""
+        """Number of records in each micro batch of this replica, also of a filler round."""
         return tuple(stop - start for start, stop in self.record_ranges)
 
     @property
     def is_filler(self) -> bool:
-        """Whether this replica only repeats a record, to take part in collectives."""
+        """Whether this replica evaluates another replica's record again, with weight 0.
+
+        A replica does so to take part in the round's collective operations.
+        """
         return self.records == 0 and self.num_micro_batches > 0
 
 
@@ -52,9 +55,9 @@ def plan_validation(
 ) -> tuple[ValidationRound, ...]:
     """Return the validation rounds of one replica, in order.
 
-    Full rounds of ``micro_batches_per_round`` whole micro batches come first, then a round with the remaining whole micro
-    batches. The leftover records are spread evenly in a last round of one smaller micro batch per replica. A replica without
-    a leftover record skips the last round or, if ``forward_is_collective``, evaluates another record again with weight 0.
+    First come rounds of ``micro_batches_per_round`` whole micro batches, then one round with the remaining whole micro batches.
+    In a last round, the leftover records are spread evenly: one smaller micro batch per replica. If ``forward_is_collective``,
+    a replica without a leftover record repeats the last record with weight 0; otherwise the replica skips the round.
     """
     size = records_per_micro_batch
     if num_records < 0 or size < 1 or micro_batches_per_round < 1 or not 0 <= replica < num_replicas:

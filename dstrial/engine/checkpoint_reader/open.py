@@ -1,6 +1,6 @@
 """Open the saved state of a checkpoint's engines, and summarise optimizer state.
 
-A checkpoint of AutoTP can be read as if it was written with another ``autotp_size``.
+A checkpoint that was written with AutoTP can be read as if it had another ``autotp_size``.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def open_saved_engine(
 
     Args:
         root: the checkpoint's directory.
-        engine_idx: 0-based index in the trial's order of wrapping.
+        engine_idx: 0-based index of the engine, in the order in which the trial has wrapped its engines.
         layout: the engine's layout, from the manifest.
         trusts_code: whether classes outside ``safe_load.LISTED`` may be loaded, which can run code.
 
     Raises:
-        CheckpointLayoutError: the files' format does not allow reading single parameters.
+        CheckpointLayoutError: single parameters cannot be read (state on NVMe, or experts spread over ranks).
         CheckpointDamagedError: a file is missing or cannot be read.
         UntrustedCheckpointError: a file contains unlisted classes.
     """
@@ -53,10 +53,10 @@ def open_saved_engine(
 def read_for_rank(
     read: Callable[[Layout], SavedEngine], saved: Layout, now: Layout, part: int
 ) -> SavedEngine:
-    """Return an engine's saved state, with parameters sliced for one rank of this run.
+    """Return an engine's saved state, with parameters sliced for this rank.
 
     Args:
-        read: function that opens the engine's saved state; the argument is the layout of the part to open.
+        read: function that takes a layout, and opens the saved state of the parameters in this layout.
         saved: the layout in the checkpoint.
         now: the layout of this run's engine.
         part: this rank's model-parallel rank.
@@ -94,7 +94,7 @@ class MergedEngine(SavedEngine):
         yield self._last(name, key, True)[begin : begin + numel]
 
     def unequal_copies(self) -> list[str]:
-        """Return names of unsliced parameters whose copies on AutoTP's ranks differ."""
+        """Return unsliced parameters whose copies differ between tensor-parallel ranks."""
         return [
             name
             for name, place in self.places.items()
@@ -110,8 +110,8 @@ class MergedEngine(SavedEngine):
     def _merge(self, name: str, key: str, is_recorded: bool) -> torch.Tensor:
         """Return this rank's slice of a parameter's weights or optimizer state, flattened.
 
-        ``key`` is ``MASTER`` for the weights, or the name of an optimizer state such as ``exp_avg``. ``is_recorded``: whether to
-        read with ``SavedEngine.recorded`` instead of ``copy``.
+        ``key`` is ``MASTER`` for the weights, or the name of an optimizer state such as ``exp_avg``. If ``is_recorded``, the
+        files are read with ``SavedEngine.recorded``, otherwise with ``copy``.
         """
         owner = self.place(name).name
         # AutoTP may slice a parameter for one ``autotp_size`` and leave it whole for another.
@@ -134,7 +134,7 @@ class MergedEngine(SavedEngine):
 
 
 def folder_in(root: str | pathlib.Path, engine_idx: int) -> str:
-    """Return the folder (DeepSpeed tag) of an engine's files in checkpoint ``root``."""
+    """Return the folder name (DeepSpeed tag) of an engine in the checkpoint ``root``."""
     path = pathlib.Path(root)
     return engine_folder((found.relative_to(path).as_posix() for found in path.glob("*/*")), engine_idx)
 
@@ -142,7 +142,12 @@ def folder_in(root: str | pathlib.Path, engine_idx: int) -> str:
 def read_rank_state(root: str | pathlib.Path, rank: int, *, trusts_code: bool = False) -> dict[str, Any]:
     """Return the content of a rank's file ``dstrial_rank<r>.pt`` in a checkpoint.
 
-    Tensors are memory-mapped. ``trusts_code``: whether classes outside ``safe_load.LISTED`` may be loaded, which can run code.
+    Tensors are memory-mapped. If ``trusts_code``, classes outside ``safe_load.LISTED`` may be loaded, which can run code.
+
+    Raises:
+        CheckpointDamagedError: the file is missing or cannot be read.
+        CheckpointError: a class of the trial cannot be imported.
+        UntrustedCheckpointError: the file contains unlisted classes, and ``trusts_code`` is False.
     """
     path = pathlib.Path(root) / rank_state_name(rank)
     try:
@@ -198,7 +203,7 @@ def optimizer_summary(saved: SavedEngine) -> dict[str, Any]:
 def plain(value: Any) -> Any:
     """Convert a value, also a nested one, to JSON types.
 
-    Tensors of up to 16 elements become numbers; larger tensors and values of other types become text.
+    Tensors of up to 16 elements become (nested lists of) numbers; larger tensors and values of other types become text.
     """
     if isinstance(value, torch.Tensor):
         return value.tolist() if value.numel() <= 16 else f"tensor of shape {tuple(value.shape)}"

@@ -1,8 +1,8 @@
 """Load checkpoint files written by torch without running code in them.
 
 Before a checkpoint is restored, ``unlisted_in`` scans all of its files. Then dstrial and DeepSpeed's checkpoint engine load
-files with torch's ``weights_only`` unpickler and the classes of ``LISTED``. From a trusted checkpoint (signed by this account, or
-trusted by the user) unlisted classes are loaded as well.
+files with torch's ``weights_only`` unpickler and the classes of ``LISTED``. From a trusted checkpoint (signed by this account,
+or trusted by the user) unlisted classes are loaded as well.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _NEVER_READ = frozenset({"training_args.bin"})
 
 _OTHER_FORM = "a pickle of another form than torch writes"
 _TORCHSCRIPT = "a TorchScript archive"
-# Both stand in messages where the names of classes would be.
+# Texts that an error message shows instead of names of classes.
 
-_MAX_SHOWN = 5  # names of classes in a message
+_MAX_SHOWN = 5  # maximum number of class names in an error message
 
 _ARCHIVE = b"PK\x03\x04"
 """First bytes of torch's format since 1.6 (``torch.serialization._is_zipfile``)."""
@@ -73,7 +73,7 @@ def load(
         trusts_code: whether classes outside ``LISTED`` may be loaded, which can run code.
 
     Raises:
-        UntrustedCheckpointError: the file contains classes or functions outside ``LISTED``; the message names them.
+        UntrustedCheckpointError: the file contains classes or functions outside ``LISTED``, and ``trusts_code`` is False.
         RuntimeError, EOFError, OSError, pickle.UnpicklingError: the file cannot be read.
     """
     unlisted = unlisted_names(contents_of(path))
@@ -92,13 +92,13 @@ def load(
 def load_mapped(path: pathlib.Path, *, holds: str, trusts_code: bool = False) -> dict[str, Any]:
     """Load a file of ``torch.save`` on the CPU, with memory-mapped tensors.
 
-    ``holds`` describes the file's content for error messages. ``trusts_code``: whether classes outside ``LISTED`` may be loaded,
+    ``holds`` describes the file's content for error messages. If ``trusts_code``, classes outside ``LISTED`` may be loaded,
     which can run code.
 
     Raises:
         CheckpointDamagedError: the file is missing or cannot be read.
-        UntrustedCheckpointError: the file contains classes outside ``LISTED``.
-        ImportError, AttributeError: the file is trusted, but a class in it cannot be imported here.
+        UntrustedCheckpointError: the file contains classes outside ``LISTED``, and ``trusts_code`` is False.
+        ImportError, AttributeError: ``trusts_code`` is True, but a class in the file cannot be imported in this process.
     """
     try:
         loaded: dict[str, Any] = load(path, mmap=True, trusts_code=trusts_code)
@@ -116,9 +116,9 @@ def load_mapped(path: pathlib.Path, *, holds: str, trusts_code: bool = False) ->
 def untrusted(
     found: Mapping[str, Iterable[str]], fix: str = "Add --trust-code if you trust who wrote it."
 ) -> UntrustedCheckpointError:
-    """Return the error for files that contain classes which could run code.
+    """Return the exception to raise for files whose loading could run code.
 
-    ``found`` maps each file to its classes and functions outside ``LISTED``, which the message names. ``fix`` is the message's
+    ``found`` maps each file to its classes and functions outside ``LISTED``; the message names them. ``fix`` is the message's
     last sentence.
     """
     files = "; ".join(f"{name} holds {_shown(list(names))}" for name, names in found.items())
@@ -135,7 +135,7 @@ def _shown(names: list[str]) -> str:
 
 
 def contents_of(path: pathlib.Path) -> PickleContents:
-    """Return which classes and functions a file's pickles name, without importing.
+    """Return the classes and functions that a file's pickles name; import nothing.
 
     If the file is not a pickle, the result is empty. If the scan of a pickle fails, the names before the failure are returned.
     """
@@ -169,8 +169,8 @@ def contents_of(path: pathlib.Path) -> PickleContents:
 def unlisted_names(contents: PickleContents, *, may_hold_arrays: bool = False) -> tuple[str, ...]:
     """Return the classes and functions of a file that could run code when loaded.
 
-    These are the names in ``contents`` that neither torch's ``weights_only`` unpickler nor ``LISTED`` allows.
-    ``may_hold_arrays``: whether names that load NumPy arrays are allowed too.
+    These are the names in ``contents`` that neither torch's ``weights_only`` unpickler nor ``LISTED`` allows. If
+    ``may_hold_arrays``, the names that plain numeric NumPy arrays need are allowed too.
     """
     known = _weights_only_unpickler._get_allowed_globals()
     unlisted = [name for name in contents.names if name not in known and name not in LISTED]
@@ -180,11 +180,12 @@ def unlisted_names(contents: PickleContents, *, may_hold_arrays: bool = False) -
 
 
 def unlisted_in(root: pathlib.Path, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return {file: its classes and functions outside ``LISTED``}; omit safe files.
+    """Return file -> its classes and functions outside ``LISTED``; omit safe files.
 
-    ``names`` are relative to ``root``; files that are never unpickled are skipped. A trial's own ``load`` may read files of any
-    name. Pickles are therefore also recognised by content: by a pickle or torch header, or, without a header (protocols 0 and
-    1), by objects that the pickle creates.
+    ``names`` are files relative to ``root``. Files that a resume never unpickles (see ``may_be_unpickled``) are skipped.
+
+    A trial may load pickles with any file name. Pickles are therefore also recognised by content: by a pickle or torch header,
+    or, without a header (protocols 0 and 1), by objects that the pickle creates.
     """
     found = {}
     for name in names:
@@ -204,7 +205,10 @@ def unlisted_in(root: pathlib.Path, names: Iterable[str]) -> dict[str, tuple[str
 
 
 def may_be_unpickled(name: str) -> bool:
-    """Return whether a resume might unpickle a file with this name."""
+    """Return whether a resume might unpickle a file; ``name`` is its path.
+
+    The path is relative to the checkpoint. False for the copy of the trial's code, and for files that no library reads.
+    """
     return pathlib.PurePosixPath(name).name not in _NEVER_READ and not name.startswith("code/")
 
 
@@ -214,7 +218,7 @@ def _head(path: pathlib.Path) -> bytes:
 
 
 def _has_pickle_header(path: pathlib.Path) -> bool:
-    """Return whether a file is a torch archive or .tar, or a pickle of protocol 2+."""
+    """Return whether a file is a torch archive or .tar, or a pickle of protocol >= 2."""
     head = _head(path)
     is_plain = len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= pickle.HIGHEST_PROTOCOL
     return head == _ARCHIVE or is_plain or _is_torch_tar(path)
@@ -241,10 +245,10 @@ def _torch_listed() -> Iterator[None]:
 def bind_checkpoint_engine(engine: Any) -> None:
     """Make a DeepSpeed engine read checkpoint files with ``load`` of this module.
 
-    ``load`` rejects classes outside ``LISTED``, except inside ``vouched_for``. DeepSpeed 0.19.8 itself would load any class
-    (``weights_only=False``, ``torch_checkpoint_engine.py:37``). ``torch.compile``'s prefix is added to or removed from loaded
-    parameter names to match the engine's module. Only ``load`` of DeepSpeed's checkpoint engine is replaced, because DeepSpeed
-    depends on the object's class.
+    ``load`` rejects classes outside ``LISTED``, except inside ``vouched_for(..., trusts_code=True)``. DeepSpeed 0.19.8 itself
+    would load any class (``weights_only=False``, ``torch_checkpoint_engine.py:37``). ``torch.compile``'s prefix is added to or
+    removed from loaded parameter names to match the engine's module. Only the method ``load`` is replaced, because DeepSpeed
+    depends on the class of the checkpoint engine.
     """
     own = engine.checkpoint_engine
     if own is None:
@@ -263,9 +267,9 @@ _VOUCHED = "dstrial_trusts_code"  # attribute of a bound checkpoint engine
 
 @contextlib.contextmanager
 def vouched_for(engines: Sequence[Any], *, trusts_code: bool) -> Iterator[None]:
-    """Let engines load any class inside the block if ``trusts_code`` is true.
+    """Let engines load any class inside the block, if ``trusts_code`` is True.
 
-    Otherwise they load only the classes of ``LISTED``.
+    If False, the block changes nothing: engines load only the classes of ``LISTED``.
     """
     owns = [engine.checkpoint_engine for engine in engines if engine.checkpoint_engine is not None]
     for own in owns:
@@ -278,9 +282,9 @@ def vouched_for(engines: Sequence[Any], *, trusts_code: bool) -> Iterator[None]:
 
 
 def make_plain_config(engine: Any) -> None:
-    """Replace an engine's config by plain dictionaries, which can always be loaded.
+    """Replace an engine's config object by plain dictionaries, which load safely.
 
-    The engine saves its config object in checkpoints (``ds_config``), so that an ``AttrDict`` would add its class to each
+    DeepSpeed saves the config object in checkpoints (``ds_config``). A user's class such as ``AttrDict`` would then be in every
     checkpoint. The user's object is not changed.
     Source: DeepSpeed 0.19.8 ``DeepSpeedEngine._save_checkpoint``.
     """

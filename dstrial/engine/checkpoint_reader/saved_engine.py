@@ -1,6 +1,6 @@
-"""Read an engine's saved state by parameter, whatever its ranks and ZeRO stage.
+"""Read an engine's saved state by parameter, for any rank layout and ZeRO stage.
 
-DeepSpeed's files are memory-mapped, so that only copied elements are read. Needs neither process groups nor an accelerator.
+DeepSpeed's files are memory-mapped, so that only copied elements are read. No process group and no accelerator are needed.
 
 Source: DeepSpeed 0.19.8, ``state_dict`` of ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``,
 ``runtime/bf16_optimizer.py``, ``runtime/fp16/fused_optimizer.py``, ``runtime/fp16/unfused_optimizer.py`` and
@@ -52,11 +52,11 @@ class SavedEngine:
         root: the checkpoint's directory.
         tag: name of the engine's folder in ``root``.
         layout: the engine's layout, from the manifest.
-        tied: key of a pipeline's tied layer -> its state dict; DeepSpeed's files do not have these keys.
+        tied: key of a pipeline's tied layer -> the layer's state dict, which is not in DeepSpeed's files under this key.
         trusts_code: whether classes outside ``safe_load.LISTED`` may be loaded, which can run code.
 
     Raises:
-        CheckpointLayoutError: the files' format does not allow reading single parameters.
+        CheckpointLayoutError: single parameters cannot be read (state on NVMe, or experts spread over ranks).
     """
 
     def __init__(
@@ -97,11 +97,15 @@ class SavedEngine:
 
     @property
     def places(self) -> Mapping[str, ParameterPlace]:
-        """Parameter name -> layout entry; for a tied layer, the entry of its first stage."""
+        """Parameter name -> layout entry; for a tied layer, the entry of the first stage."""
         return self._places
 
     def place(self, name: str) -> ParameterPlace:
-        """Return a parameter's layout entry; for a tied parameter, the entry of its owner."""
+        """Return a parameter's layout entry; for a tied parameter, its owner's entry.
+
+        Raises:
+            CheckpointLayoutError: the checkpoint has no parameter ``name``.
+        """
         if name not in self._places:
             raise CheckpointLayoutError(
                 f"{self._directory} has no parameter {name!r}; expected the model that wrote it. "
@@ -111,13 +115,16 @@ class SavedEngine:
         return place if place.tied_to in (None, name) else self.place(place.tied_to)
 
     def holds(self, name: str) -> bool:
-        """Return whether the files have a parameter's weights; frozen ones may be absent."""
+        """Return whether the checkpoint has a parameter's weights.
+
+        False only for frozen parameters that the checkpoint left out.
+        """
         return name not in self._places or self.place(name).name not in self.layout.frozen_checksums
 
     def state_keys(self, name: str) -> list[str]:
         """Return the keys of optimizer state with one value per element of a parameter.
 
-        The keys, such as ``exp_avg``, are sorted. There are none before the first step, and none for a parameter that no
+        The keys, such as ``exp_avg``, are sorted. The list is empty before the first step, and for a parameter that no
         optimizer owns.
         """
         place = self.place(name)
@@ -127,7 +134,10 @@ class SavedEngine:
         return sorted(key for key, value in entry.items() if self._is_by_element(place, key, value))
 
     def scalars(self, name: str) -> dict[str, Any]:
-        """Return a parameter's optimizer state that is not element-wise, such as ``step``."""
+        """Return the optimizer state without a value per element, such as ``step``.
+
+        {} for a parameter that no optimizer owns.
+        """
         place = self.place(name)
         if place.group_idx is None:
             return {}
@@ -161,10 +171,11 @@ class SavedEngine:
         self._copy(self.place(name), key, begin, out)
 
     def recorded(self, name: str, key: str, begin: int, numel: int) -> Iterator[torch.Tensor]:
-        """Yield the elements that ``copy`` copies, found through DeepSpeed's own records.
+        """Yield ``numel`` elements from element ``begin``, in one or more flat tensors.
 
-        The records are ``param_slice_mappings`` of ZeRO 1, 2 and ``BF16_Optimizer``, and ``param_shapes`` of ZeRO 3. Other
-        optimizers are not partitioned and have no records; their elements are read with ``copy``.
+        The elements are those of ``copy``, but located by records that DeepSpeed saves: ``param_slice_mappings`` of ZeRO 1, 2
+        and ``BF16_Optimizer``, ``param_shapes`` of ZeRO 3. A comparison thus verifies the layout. Other optimizers are not
+        partitioned and have no records; their elements are read with ``copy``.
         """
         place = self.place(name)
         if place.group_idx is None or self.layout.wrapper not in _WITH_RECORDS:
@@ -186,7 +197,7 @@ class SavedEngine:
             at += count
 
     def _records(self, place: ParameterPlace, key: str) -> Iterator[tuple[int, int, int, int]]:
-        """Yield where DeepSpeed's records locate a parameter's state ``key``.
+        """Yield the locations of a parameter's state ``key`` according to DeepSpeed.
 
         Each item is (replica, flat buffer's index, offset in the replica's partition, number of elements).
         """
@@ -221,7 +232,7 @@ class SavedEngine:
                 yield replica, buffer_idx, start, addresses[place.name].numel
 
     def unequal_copies(self) -> list[str]:
-        """Return names of tied parameters whose copies differ between pipeline stages.
+        """Return the names of tied parameters whose copies on pipeline stages differ.
 
         DeepSpeed synchronises only the attribute ``tied_weight_attr`` of a tied layer, by default ``weight``. Other parameters
         of the layer, for example its bias, differ between stages and cannot be merged.
@@ -262,7 +273,7 @@ class SavedEngine:
             )
 
     def full(self, name: str, key: str = MASTER) -> torch.Tensor:
-        """Return a copy of a parameter's whole weights or state, in the parameter's shape."""
+        """Return a copy of all of a parameter's weights or state, in its full shape."""
         place = self.place(name)
         source = self._source(place, key, self._sources(place, key)[0]) if math.prod(place.shape) else None
         dtype = torch.float32 if source is None else source.dtype
@@ -271,9 +282,9 @@ class SavedEngine:
         return out.reshape(place.shape)
 
     def group_settings(self, name: str) -> dict[str, Any] | None:
-        """Return settings of a parameter's optimizer group; None without an optimizer.
+        """Return the settings of a parameter's optimizer group, such as ``lr``.
 
-        Each pipeline stage has its own groups.
+        None if no optimizer owns the parameter. Each pipeline stage has its own groups.
         """
         place = self.place(name)
         if place.group_idx is None:
@@ -284,7 +295,7 @@ class SavedEngine:
         return {key: value for key, value in groups[place.group_idx].items() if key != "params"}
 
     def has_one_scheduler(self) -> bool:
-        """Return whether the scheduler's saved state is equal on all pipeline stages."""
+        """Return whether all pipeline stages saved equal states of the lr scheduler."""
         first = self._model_file(0, 0).get("lr_scheduler")
         stages = range(1, self.layout.pipeline_stages)
         return all(is_equal(self._model_file(part, 0).get("lr_scheduler"), first) for part in stages)
@@ -292,7 +303,7 @@ class SavedEngine:
     def engine_state(self) -> dict[str, Any]:
         """Return the engine's counters, and the states of its schedulers and data sampler.
 
-        A value that the files lack is None.
+        A value that the files do not have is None.
         """
         state = self._model_file(0, 0)
         counters = ("skipped_steps", "global_steps", "global_samples")
@@ -311,7 +322,7 @@ class SavedEngine:
         return {name: values[name] for name in names if name in values}
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return name -> persistent buffer of replica 0, memory-mapped from the files."""
+        """Return name -> persistent buffer of the module (replica 0), memory-mapped."""
         found: dict[str, torch.Tensor] = {}
         for part in range(self.layout.pipeline_stages):
             for name in map(plain_name, self._model_file(part, 0)["buffer_names"]):
@@ -349,7 +360,10 @@ class SavedEngine:
         return pieces
 
     def _source(self, place: ParameterPlace, key: str, piece: Shard) -> torch.Tensor:
-        """Return the flat tensor in the files that contains a shard of ``_sources``."""
+        """Return the flat tensor in the files that contains ``piece``.
+
+        ``piece`` is a shard that ``_sources`` returned for the same ``place`` and ``key``.
+        """
         if place.group_idx is None and place.is_cut:
             fragments = self._model_file(place.model_part, piece.replica)["frozen_param_fragments"] or {}
             if place.name not in fragments and not self.holds(place.name):
@@ -389,9 +403,9 @@ class SavedEngine:
         return flat
 
     def _state_entry(self, place: ParameterPlace, replica: int | None = None) -> Mapping[str, Any]:
-        """Return the optimizer state of a parameter, or of its flat buffer with ZeRO.
+        """Return the optimizer state of a parameter, or of the parameter's flat buffer.
 
-        ``replica`` is by default the first that has elements of the parameter.
+        ``replica`` None stands for the first replica that has elements of the parameter.
         """
         if replica is None:
             replica = 0 if place.buffer_idx is None else self._pieces.of(place)[0].replica
@@ -404,7 +418,7 @@ class SavedEngine:
         return positions_in_groups(place for place in self.layout.parameters if place.model_part == part)
 
     def _find_state_indices(self, part: int) -> dict[str | int, int]:
-        """Return parameter name or flat buffer's index -> index in the optimizer's state."""
+        """Return parameter name, or flat buffer's index -> key in the optimizer's state."""
         positions = self._positions(part)
         found: dict[str | int, int] = {
             name: idx for idx, name in enumerate(sorted(positions, key=positions.__getitem__))
@@ -480,7 +494,7 @@ class SavedEngine:
         return module[name]
 
     def _layer_file(self, layer_idx: int) -> str:
-        """Return the file name of a pipeline layer (model-parallel rank 0)."""
+        """Return the name of the file with a pipeline layer (of model-parallel rank 0)."""
         plain = f"layer_{layer_idx:02d}-model_states.pt"
         return (
             plain if (self._directory / plain).exists() else f"layer_{layer_idx:02d}-model_00-model_states.pt"

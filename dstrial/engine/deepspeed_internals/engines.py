@@ -70,7 +70,7 @@ def load_config_file(path: str) -> dict[str, Any]:
 
 
 def basic_optimizer(engine: DeepSpeedEngine) -> Any:
-    """Return the optimizer inside DeepSpeed's wrapper; None if the engine has none."""
+    """Return the optimizer inside DeepSpeed's wrapper; None without an optimizer."""
     return getattr(engine, "basic_optimizer", None)
 
 
@@ -93,7 +93,10 @@ def checkpoint_part(engine: DeepSpeedEngine) -> int:
 
 
 def expert_parallel_size(engine: DeepSpeedEngine) -> int:
-    """Return the number of ranks that share a layer's experts; 0 without experts."""
+    """Return the number of ranks over which a layer's experts are divided.
+
+    0 without experts; the largest number if layers differ.
+    """
     return max(expert_parameters(engine), default=0)
 
 
@@ -129,7 +132,10 @@ def tensor_dim(parameter: torch.nn.Parameter) -> int | None:
 
 
 def tied_layers_with_file(module: PipelineModule) -> set[str]:
-    """Return the keys of tied layers that get a file: those without a ``forward_fn``."""
+    """Return the keys of tied layers for which DeepSpeed writes a checkpoint file.
+
+    These are the tied layers without a ``forward_fn``.
+    """
     return {
         spec.key
         for spec in module._layer_specs
@@ -140,14 +146,14 @@ def tied_layers_with_file(module: PipelineModule) -> set[str]:
 def averages_sequence_gradients(engine: DeepSpeedEngine) -> bool:
     """Return whether ZeRO averages gradients over sequence-parallel ranks.
 
-    If not, ZeRO sums the gradients. Source: DeepSpeed 0.19.8 ``runtime/zero/stage3.py``, ``__avg_scatter_grads``, which
+    If False, ZeRO sums the gradients. Source: DeepSpeed 0.19.8 ``runtime/zero/stage3.py``, ``__avg_scatter_grads``, which
     divides by the number of all ranks.
     """
     return engine.zero_optimization_stage() == 3 and bool(engine.zero_reduce_scatter())
 
 
 def replace_forward(engine: DeepSpeedEngine, forward: Callable[..., Any] | None) -> None:
-    """Replace an engine's forward pass; None restores the engine's own."""
+    """Replace an engine's ``forward``; None restores the original method."""
     if forward is None:
         del engine.forward
     else:
@@ -157,8 +163,8 @@ def replace_forward(engine: DeepSpeedEngine, forward: Callable[..., Any] | None)
 def layers_sharing_across_stages(module: PipelineModule) -> dict[int, int]:
     """Find two layers on different stages that share a trained parameter.
 
-    Returns {layer index: stage} of both layers; empty if there are none. Only ``TiedLayerSpec`` keeps shared parameters equal: if
-    plain modules share a trained parameter, each stage trains its own copy.
+    Returns {layer index: stage} of both layers; empty if there are none. Only ``TiedLayerSpec`` keeps shared parameters equal:
+    if plain modules share a trained parameter, each stage trains its own copy.
     """
     first: dict[int, int] = {}
     for idx, layer in enumerate(module._layer_specs):
@@ -177,22 +183,31 @@ def set_global_grad_norm(engine: DeepSpeedEngine, norm: float | None) -> None:
 
 
 def load_zero_states(engine: DeepSpeedEngine, load_dir: str, tag: str | None) -> None:
-    """Load each replica's optimizer file, as ZeRO does. Ranks: all, collectively."""
+    """Load the optimizer state with ZeRO's loader, which reads one file per replica.
+
+    Ranks: all, collectively.
+    """
     engine._load_zero_checkpoint(load_dir, tag, load_optimizer_states=True)
 
 
 def random_ltd_scheduler(engine: DeepSpeedEngine) -> Any:
-    """Return random layer-token dropping's scheduler; needs ``random_ltd_enabled()``."""
+    """Return the scheduler of random layer-token dropping (random-LTD).
+
+    Call only if ``engine.random_ltd_enabled()``.
+    """
     return engine.random_ltd_scheduler
 
 
 def gradient_scaler(engine: DeepSpeedEngine) -> Any:
-    """Return autocast's gradient scaler of an engine without ZeRO; None if unused."""
+    """Return autocast's ``GradScaler`` of an engine without ZeRO; None if unused."""
     return getattr(engine, "torch_autocast_z0_gradscaler", None)
 
 
 def bind_output_reduction(engine: PipelineEngine, function: Callable[..., Any]) -> None:
-    """Make ``eval_batch`` reduce losses with ``function``."""
+    """Make a pipeline reduce the losses of micro batches with ``function``.
+
+    ``function`` has the arguments of ``reduce_outputs`` without ``engine``.
+    """
     engine._reduce_outputs = function
 
 
@@ -209,7 +224,9 @@ def reduce_outputs(
 
 
 def forget_losses(engine: PipelineEngine) -> None:
-    """Reset the engine's sum of losses, to which DeepSpeed adds evaluation losses.
+    """Reset a pipeline's sum of losses.
+
+    DeepSpeed would otherwise add the losses of an evaluation to those of training.
 
     Source: ``runtime/pipe/engine.py`` of 0.19.0 and 0.19.8.
     """
@@ -239,8 +256,8 @@ def observe_instructions(
 ) -> Callable[[], None]:
     """Make a pipeline call ``around(part, instruction)`` instead of each instruction.
 
-    ``part`` is a value of ``INSTRUCTIONS``; ``instruction()`` executes the instruction. Returns a function that undoes the
-    change.
+    ``part`` is a value of ``INSTRUCTIONS``; ``around`` must call ``instruction()``, which executes the instruction. Classes
+    that are not in ``INSTRUCTIONS`` are not changed. Returns a function that undoes the replacement.
 
     Source: ``PipelineEngine._INSTRUCTION_MAP``, which ``_exec_schedule`` binds as methods, ``runtime/pipe/engine.py:1360``.
     """
@@ -278,7 +295,9 @@ The recomputation is in ``CheckpointFunction.backward`` and ``checkpoint_unpack`
 
 
 def compute_dtype(engine: DeepSpeedEngine) -> torch.dtype:
-    """Return the dtype of an engine's matrix products: autocast's or the weights'.
+    """Return the dtype of an engine's matrix products.
+
+    With torch autocast this is autocast's dtype, otherwise the dtype of the weights.
 
     Source: ``torch_autocast_enabled`` and ``torch_autocast_dtype``, ``runtime/engine.py:1687``; 0.19.0 has both.
     """
@@ -296,7 +315,8 @@ PIPELINE_BUFFERS = ("pipe_recv_buf", "grad_layer", "_grad_layer_buf", "meta_buff
 def pipeline_buffers(engine: DeepSpeedEngine) -> list[Any]:
     """Return a pipeline engine's persistent communication buffers.
 
-    A buffer that is not allocated is None. Empty for other engines. ``pipe_buffers`` are left out, because they hold activations.
+    An entry is None if the buffer is not allocated. The list is empty for other engines. ``pipe_buffers`` are left out, because
+    they hold activations.
     """
     if not isinstance(engine, PipelineEngine):
         return []
@@ -306,17 +326,17 @@ def pipeline_buffers(engine: DeepSpeedEngine) -> list[Any]:
 def steps_next(engine: DeepSpeedEngine) -> bool:
     """Return whether the engine's next ``step`` call runs the optimizer.
 
-    Always True for a pipeline, whose ``is_gradient_accumulation_boundary`` is valid only inside a step
+    Always True for a pipeline, whose ``is_gradient_accumulation_boundary`` is valid only during a step
     (``_force_grad_boundary``, ``runtime/pipe/engine.py:659``).
     """
     return isinstance(engine, PipelineEngine) or bool(engine.is_gradient_accumulation_boundary())
 
 
 def leave_out_shapes(engine: PipelineEngine, received: Callable[[], Any]) -> None:
-    """Make a pipeline stage run alone, without sending or receiving activation shapes.
+    """Make a pipeline stage run alone: no exchange of activation shapes with others.
 
-    ``received`` replaces receiving: it returns a meta tensor, or a tuple of meta tensors, with the shapes and dtypes of the
-    previous stage's activations.
+    ``received()`` is called instead of receiving from the previous stage. It must return a meta tensor, or a tuple of meta
+    tensors, with the shapes and dtypes of that stage's activations.
 
     Source: ``PipelineEngine._send_tensor_meta``, ``_recv_tensor_meta`` and ``_allocate_or_extend_buffers``,
     ``runtime/pipe/engine.py:933``.
@@ -336,9 +356,9 @@ def leave_out_shapes(engine: PipelineEngine, received: Callable[[], Any]) -> Non
 
 
 def earlier_layers(module: PipelineModule) -> list[Callable[..., Any]]:
-    """Build the layers of all pipeline stages before this module's stage.
+    """Build the layers of all earlier pipeline stages; return their forward functions.
 
-    Tied layers with a ``forward_fn`` get separate weights here, which does not change shapes.
+    Weights of tied layers are not shared, which does not change shapes.
     """
     built: list[Callable[..., Any]] = []
     for spec in module._layer_specs[: module._local_start]:
@@ -375,7 +395,10 @@ AUTOTP_REMEDY = (
 
 
 def append_remedy(error: BaseException) -> None:
-    """Append a remedy to a DeepSpeed error's message; a no-op for unknown errors."""
+    """Append a remedy to the message of a known DeepSpeed error, in place.
+
+    A no-op for other errors.
+    """
     text = str(error.args[0]) if error.args else ""
     for fragment, remedy in REMEDIES.items():
         if fragment in text and remedy not in text:

@@ -1,4 +1,4 @@
-"""Access weights and settings in DeepSpeed's optimizers, and ZeRO 3's partitions.
+"""Access weights and settings in DeepSpeed's optimizers, and partitions of ZeRO 3.
 
 Source: ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``, ``runtime/bf16_optimizer.py``,
 ``runtime/fp16/fused_optimizer.py``, ``runtime/fp16/unfused_optimizer.py``, ``runtime/zero/partition_parameters.py``.
@@ -29,7 +29,7 @@ class FlatGroups:
 
     Attributes:
         groups: parameters of each group in buffer order.
-        offsets: first element of each parameter in its group's buffer; None if there are no gaps between parameters.
+        offsets: index of each parameter's first element in the group's buffer; None if parameters follow without gaps.
         numels: number of elements of each buffer, with all partitions and padding.
         num_partitions: number of partitions of each buffer.
     """
@@ -44,7 +44,7 @@ class FlatGroups:
 class SubGroup:
     """Parameters of ZeRO 3 that share one flat buffer, partitioned over the replicas.
 
-    ``group_idx`` is the index of the optimizer's parameter group.
+    ``group_idx`` is the index of the parameter group in the optimizer to which they belong.
     """
 
     parameters: Sequence[Any]
@@ -69,10 +69,11 @@ def sub_groups(optimizer: Any) -> list[SubGroup] | None:
 
 
 def flat_groups(optimizer: Any) -> FlatGroups | None:
-    """Return an optimizer's groups if each has one flat buffer, else None.
+    """Return the groups of an optimizer with one flat buffer per group.
 
-    These optimizers are ZeRO 1 and 2, ``BF16_Optimizer`` and ``FP16_Optimizer``.
-    Source: ``runtime/zero/stage_1_and_2.py:413`` and following; 0.19.0 has no gaps between parameters (``parameter_alignment``).
+    Such optimizers are those of ZeRO 1 and 2, ``BF16_Optimizer`` and ``FP16_Optimizer``; None for other optimizers.
+    Source: ``runtime/zero/stage_1_and_2.py:413`` and following; 0.19.0 has no gaps between parameters
+        (``parameter_alignment``).
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         groups = optimizer.round_robin_bit16_groups
@@ -102,7 +103,7 @@ def plain_groups(optimizer: Any) -> list[list[torch.nn.Parameter]]:
 
 
 def flat_masters(optimizer: Any) -> list[torch.Tensor] | None:
-    """Return this rank's partition of each flat buffer of master weights.
+    """Return this rank's partitions of the master weights, one per flat buffer.
 
     None for an optimizer without flat buffers.
     """
@@ -122,7 +123,7 @@ def flat_masters(optimizer: Any) -> list[torch.Tensor] | None:
 def own_masters(optimizer: Any) -> list[list[torch.Tensor]] | None:
     """Return ``FP16_UnfusedOptimizer``'s master weights, a list per parameter group.
 
-    None for other optimizers, which have none or have flat buffers.
+    None for other optimizers: their master weights are in flat buffers, or are the module's weights.
     """
     return optimizer.fp32_groups if isinstance(optimizer, FP16_UnfusedOptimizer) else None
 
@@ -146,7 +147,10 @@ Source: ``runtime/zero/stage_1_and_2.py:687``, ``runtime/zero/stage3.py:786``, `
 
 
 def held_gradients(optimizer: Any) -> list[Any]:
-    """Return an optimizer's gradient buffers other than the parameters' ``grad``."""
+    """Return an optimizer's gradient buffers other than the parameters' ``grad``.
+
+    Entries are tensors, nested containers of tensors, or None for missing attributes.
+    """
     names = next((names for kind, names in GRADIENTS.items() if isinstance(optimizer, kind)), ())
     return [getattr(optimizer, name, None) for name in names]
 
@@ -162,7 +166,7 @@ def reduction_buckets(optimizer: Any) -> list[Any]:
 
 
 def accumulated_gradient(parameter: Any) -> torch.Tensor | None:
-    """Return the gradient that ZeRO accumulates in a separate dtype; None if unused.
+    """Return the gradient that ZeRO accumulates in another dtype; None if unused.
 
     Source: ``use_grad_accum_attribute``, ``runtime/zero/stage_1_and_2.py:398``.
     """
@@ -177,7 +181,10 @@ def base_optimizer(optimizer: Any) -> Any:
 
 
 def keeps_momentum_beside(optimizer: Any) -> bool:
-    """Return whether ZeRO 3 stores Muon's momentum outside the optimizer's state."""
+    """Return whether ZeRO 3 stores Muon's momentum outside of the optimizer's state.
+
+    This is the case with ``save_muon_momentum_buffer_in_memory``.
+    """
     return bool(getattr(optimizer, "muon_momentum_buffer_partitioned_groups_flat", None))
 
 
@@ -187,14 +194,15 @@ def has_file_per_replica(optimizer: Any) -> bool:
 
 
 def restore_masters_from_weights(optimizer: Any) -> None:
-    """Copy the module's weights to the master weights."""
+    """Overwrite the master weights with the module's weights."""
     optimizer._restore_from_bit16_weights()
 
 
 def gather_persistent(optimizer: Any) -> None:
-    """Gather ZeRO 3's persistent (small) parameters again after a load.
+    """Gather ZeRO 3's persistent (small, never released) parameters after a load.
 
-    A no-op for other optimizers. Source: ``DeepSpeedZeroOptimizer_Stage3.load_state_dict``.
+    Their full copies still have the values from before the load. A no-op for other optimizers. Source:
+    ``DeepSpeedZeroOptimizer_Stage3.load_state_dict``.
 
     Ranks: all, collectively.
     """
@@ -210,9 +218,10 @@ def gather_persistent(optimizer: Any) -> None:
 def overwriting_stage(optimizer: Any) -> int:
     """Return 2 or 3 if repeated ``backward`` calls may drop gradients, otherwise 0.
 
-    2 means ZeRO stage 1 or 2, which at an accumulation boundary keeps only the gradients of the last ``backward``
-    (``averaged_gradients``, ``runtime/zero/stage_1_and_2.py:1047``). 3 means stage 3, which after a step overwrites
-    gradients until a ``backward`` and then a forward have run (``micro_step_id``, ``runtime/zero/stage3.py:2024``).
+    2 means ZeRO stage 1 or 2: at an accumulation boundary, only the gradients of the last ``backward`` remain
+    (``averaged_gradients``, ``runtime/zero/stage_1_and_2.py:1047``). 3 means stage 3: after a step, each ``backward``
+    overwrites the gradients of the previous one, until a forward follows a ``backward`` (``micro_step_id``,
+    ``runtime/zero/stage3.py:2024``).
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return 3
@@ -220,7 +229,10 @@ def overwriting_stage(optimizer: Any) -> int:
 
 
 def set_accumulation(optimizer: Any, micro_batches_per_batch: int) -> None:
-    """Set a ZeRO optimizer's accumulation steps; a no-op for other optimizers."""
+    """Set the accumulation steps that a ZeRO optimizer stores.
+
+    A no-op for optimizers that store none.
+    """
     if hasattr(optimizer, "gradient_accumulation_steps"):
         optimizer.gradient_accumulation_steps = micro_batches_per_batch
 
@@ -228,7 +240,7 @@ def set_accumulation(optimizer: Any, micro_batches_per_batch: int) -> None:
 def loss_scale_holder(optimizer: Any) -> Any:
     """Return the object that holds a dynamic loss scale; None for a static scale.
 
-    Its attributes are ``cur_scale``, ``cur_iter``, ``last_overflow_iter`` and ``cur_hysteresis``.
+    The object has attributes such as ``cur_scale``, ``cur_iter``, ``last_overflow_iter`` and ``cur_hysteresis``.
     """
     holder = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
     is_dynamic = getattr(holder, "dynamic", False) or getattr(holder, "dynamic_loss_scale", False)
@@ -236,7 +248,7 @@ def loss_scale_holder(optimizer: Any) -> Any:
 
 
 def gradient_scaler(optimizer: Any) -> Any:
-    """Return torch autocast's gradient scaler of a ZeRO optimizer; None if unused."""
+    """Return torch autocast's ``GradScaler`` of a ZeRO optimizer; None if unused."""
     return getattr(optimizer, "torch_autocast_gradscaler", None)
 
 
@@ -254,7 +266,7 @@ def full_numel(parameter: Any) -> int:
 
 
 def cut_part(parameter: Any) -> torch.Tensor:
-    """Return this rank's flat, padded partition of a ZeRO 3 parameter."""
+    """Return this rank's flat, padded partition (``ds_tensor``) of a ZeRO 3 parameter."""
     part: torch.Tensor = parameter.ds_tensor
     return part
 
@@ -265,9 +277,9 @@ def cut_numel(parameter: Any) -> int:
 
 
 def held_part(parameter: Any) -> torch.Tensor | None:
-    """Return this rank's partition of a ZeRO 3 parameter.
+    """Return this rank's partition of a ZeRO 3 parameter, if it is in memory.
 
-    None while the partition is in transfer or on disk, and for an unpartitioned parameter.
+    None while the partition is in transfer or on disk (NVMe), and for an unpartitioned parameter.
     """
     held = getattr(parameter, "ds_tensor", None)
     if held is None or getattr(held, "status", None) is not PartitionedParamStatus.AVAILABLE:

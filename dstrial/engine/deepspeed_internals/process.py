@@ -1,6 +1,6 @@
 """DeepSpeed's global state in a process: communication, kernels, module globals.
 
-DeepSpeed is imported inside functions, because this module is also used where DeepSpeed must not be imported yet.
+The functions import DeepSpeed when called, because some importers of this module must not import DeepSpeed yet.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ ENGINE_PHASES = (("forward", "forward"), ("backward", "backward"), ("_take_model
 
 
 def torch_backend() -> Any:
-    """Return DeepSpeed's backend class, which has collectives, ``send`` and ``recv``."""
+    """Return DeepSpeed's class ``TorchBackend``: collectives, ``send`` and ``recv``."""
     # Not `import deepspeed.comm.torch as`, which would return the `torch` that deepspeed.comm imports.
     return importlib.import_module("deepspeed.comm.torch").TorchBackend
 
 
 def import_modules_of_engines() -> None:
-    """Import the modules that creating the first engine and stepping would import.
+    """Import the modules that the first engine and the first step would import later.
 
-    Modules that this DeepSpeed or torch release lacks are skipped.
+    Modules that the installed releases of DeepSpeed and torch do not have are skipped.
     """
     cache = os.environ.get(COMPILER_CACHE_VARIABLE)
     for name in (*MODULES_OF_ENGINES, COMPILER):
@@ -90,7 +90,7 @@ def replace_available_memory(function: Callable[..., int]) -> None:
 
 
 def op_builder() -> Any:
-    """Return the base class of op builders, whose ``load`` compiles and imports an op."""
+    """Return DeepSpeed's ``OpBuilder``; its ``load`` compiles and imports an operator."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     return OpBuilder
@@ -121,7 +121,7 @@ def release_groups() -> None:
 def gather_one_by_one() -> tuple[tuple[Any, str, Any], ...]:
     """Make ZeRO 3 gather small parameters one by one, and wait for each.
 
-    Returns the replaced attributes as (owner, name, old value); empty if this release needs no change.
+    Returns the replaced attributes as (owner, name, old value); empty if the installed release needs no replacement.
 
     Releases before ``GATHERS_AWAITED_SINCE`` wait only for the last of several parameters; with gloo, earlier ones may still
     be incomplete.
@@ -144,7 +144,10 @@ def gather_one_by_one() -> tuple[tuple[Any, str, Any], ...]:
 
 
 def cuda_mismatch() -> str | None:
-    """Return why DeepSpeed rejects this machine's nvcc; None if it fits torch's CUDA."""
+    """Return why DeepSpeed rejects this machine's ``nvcc``; None if accepted.
+
+    DeepSpeed compares the CUDA versions of ``nvcc`` and torch.
+    """
     from deepspeed.ops.op_builder import builder
 
     try:

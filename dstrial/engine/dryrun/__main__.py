@@ -28,9 +28,9 @@ _LIBRARY_DIRECTORIES = frozenset(
 
 
 def main(request_path: str, answer_path: str) -> None:
-    """Execute a ``DryRunRequest`` file in JSON, and write the result to a file.
+    """Execute a ``DryRunRequest`` from a JSON file, and write the result to a file.
 
-    The result is a ``ModelTrace`` in JSON, or ``{"error": message}``. A process that dies writes no file.
+    The result is a ``ModelTrace`` in JSON, or ``{"error": message}``. If the process is killed, there is no result file.
     """
     request = DryRunRequest.from_json(json.loads(Path(request_path).read_text("utf-8")))
     importlib.import_module("dstrial.engine.dryrun.imported_ahead")
@@ -67,10 +67,11 @@ def _error(error: Exception, is_real: bool, limit_bytes: int | None) -> str:
 
 
 def limit_memory(free_bytes: int | None = None) -> int | None:
-    """Limit this process's memory to 90 % of ``free_bytes``; return the limit, bytes.
+    """Limit this process's memory to 90 % of ``free_bytes``; return the limit.
 
-    Allocations then fail with an error before the kernel kills the process. ``free_bytes`` is by default the machine's free
-    memory. If the free memory is unknown, there is no limit, and the result is None.
+    Allocations above the limit raise an error, before the kernel would kill the process. ``free_bytes`` None stands for the
+    bytes that the machine and this process's cgroups have available. If they are unknown, no limit is set, and the result is
+    None.
     """
     free = available_bytes() if free_bytes is None else free_bytes
     if free is None:
@@ -84,7 +85,10 @@ def limit_memory(free_bytes: int | None = None) -> int | None:
 
 
 def user_place(error: BaseException) -> str | None:
-    """Return ``file:line`` of an error's innermost frame in user code, or None."""
+    """Return ``file:line`` of an error's innermost frame in user code.
+
+    None if no frame is outside of the libraries and dstrial.
+    """
     found = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = Path(frame.f_code.co_filename)

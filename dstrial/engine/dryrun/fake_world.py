@@ -1,7 +1,7 @@
 """Simulate ranks, compiled kernels and tensor values for a dry run.
 
-This module has all patches of torch and DeepSpeed for dry runs, which run in processes of their own. ``FakeWorld`` undoes the
-patches when it exits.
+This module has all patches of torch and DeepSpeed for dry runs, each of which runs in a separate process. ``FakeWorld`` undoes
+its patches when it exits.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ class FakeWorld(contextlib.ExitStack):
     Args:
         tracker: records the tensor operations in ``running`` blocks.
         world_size: number of virtual ranks; collectives return at once, and leave their outputs unchanged.
-        is_fake: whether the dry run uses fake tensors.
+        is_fake: whether the dry run uses fake tensors; if False, real ones.
         micro_batch_size: the engines' micro batch size per rank.
+        rank: the virtual rank that this process represents.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class FakeWorld(contextlib.ExitStack):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Record the operations in the block; tensors are fake if ``is_fake``."""
+        """Record the tensor operations in the block; new tensors are fake if ``is_fake``."""
         with self._mode, self._tracker:
             yield
 
@@ -106,8 +107,9 @@ class FakeWorld(contextlib.ExitStack):
     def building(self, on_engine: Callable[[Any], None], *, pipeline_refusal: str | None) -> Iterator[None]:
         """Make ``deepspeed.initialize`` build engines of ZeRO stage 0 in the block.
 
-        If ``is_fake``, models built in the block have parameters without memory, and their engines have fake parameters.
-        ``on_engine`` is called with each engine. ``pipeline_refusal`` is the error message for a pipeline; None allows pipelines.
+        If ``is_fake``, models that are built in the block have parameters without memory, and engines have fake parameters.
+        ``on_engine(engine)`` is called with each new engine. If ``pipeline_refusal`` is not None, a pipeline raises
+        ``TrialContractError`` with this message.
         """
         initialize = deepspeed.initialize
 
@@ -139,7 +141,7 @@ class FakeWorld(contextlib.ExitStack):
             yield
 
     def _stage_0_config(self, config: Mapping[str, Any], model: Any) -> dict[str, Any]:
-        """Return ``config`` for ZeRO 0 and this world's micro batch size."""
+        """Return a copy of ``config`` with ZeRO stage 0 and ``micro_batch_size``."""
         # A step has one micro batch, or one per stage in a pipeline.
         changed = copy.deepcopy({key: value for key, value in config.items() if key != "train_batch_size"})
         changed["train_micro_batch_size_per_gpu"] = self.micro_batch_size
@@ -211,7 +213,8 @@ class FakeWorld(contextlib.ExitStack):
     def _give_collectives_kernels(self) -> None:
         """Register no-op kernels for collectives that lack one for fake tensors.
 
-        Torch 2.6 has no such kernels, torch 2.13 has all. A kernel returns its output tensors unchanged, and a finished ``Work``.
+        Torch 2.6 has no kernels for fake tensors, torch 2.13 has all. A no-op kernel returns its output tensors unchanged, and
+        a finished ``Work``.
         The ``Work`` comes from a barrier of the fake default group, because in torch 2.6 Python cannot create one.
 
         Source: torch 2.6 csrc/distributed/c10d/Ops.cpp registers CPU, CUDA and other devices; schemas return outputs and work.
@@ -239,7 +242,7 @@ class FakeWorld(contextlib.ExitStack):
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """Make ``torch.compile`` a no-op, because compiling would change memory use."""
+    """Make ``torch.compile`` a no-op in the block: compiling would change memory use."""
 
     def leave(model: Any = None, **_kwargs: object) -> Any:
         return model if model is not None else lambda later: later
@@ -267,7 +270,7 @@ def _kernel(work: Any, *, num_returns: int) -> Callable[..., Any]:
 
 
 def _apply_by_data(module: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
-    """Convert a module's tensors by assigning ``data``; replaces ``nn.Module._apply``."""
+    """Replace ``nn.Module._apply``: convert a module's tensors by assigning ``data``."""
     # Torch's own version swaps tensor objects, and raises an error if other objects refer to these tensors.
     for one in module.modules() if recurse else [module]:
         for parameter in one._parameters.values():
@@ -286,8 +289,8 @@ def _apply_by_data(module: nn.Module, fn: Callable[[Any], Any], recurse: bool = 
 class ScalarReads:
     """Chooses the value that ``.item()`` and similar reads of fake tensors return.
 
-    User code gets a constant, and ``bypasses`` records the place. DeepSpeed gets 0: no overflow, and a gradient norm of 0, so
-    that DeepSpeed takes the step. Torch's optimizers get 1, the number of their first step.
+    User code gets ``USER_CONSTANT``, and ``bypasses`` records the line of user code. DeepSpeed gets 0, which means no overflow
+    and a gradient norm of 0, so that DeepSpeed does not skip the step. Torch's optimizers get 1, the number of the first step.
     """
 
     def __init__(self) -> None:
@@ -310,8 +313,10 @@ class ScalarReads:
 
 
 def _reader() -> tuple[str, int]:
-    """Return file and line of the innermost frame outside torch and this package."""
-    # ``torch.optim`` counts as outside.
+    """Return file and line of the code that reads a tensor's value.
+
+    This is the innermost frame outside of torch and this package. ``torch.optim`` counts as outside.
+    """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -323,10 +328,10 @@ def _reader() -> tuple[str, int]:
 
 @contextlib.contextmanager
 def shapes_only() -> Iterator[None]:
-    """Build modules in this block with meta parameters: shapes and types only.
+    """Build the modules in this block with meta parameters: shapes and dtypes only.
 
-    A parameter's memory is freed when its module registers the parameter, before any value is written. ``deepspeed.zero.Init``,
-    with which Transformers builds models for ZeRO 3, is a no-op in the block.
+    A parameter's memory is freed as soon as the module registers the parameter, before any value is written.
+    ``deepspeed.zero.Init``, with which Transformers builds models for ZeRO 3, is a no-op in the block.
     """
     register = nn.Module.register_parameter
 
@@ -380,9 +385,9 @@ def _make_fake(arguments: dict[str, Any]) -> None:
 
 
 def renew_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
-    """Replace a model's parameters and buffers by new, uninitialized tensors.
+    """Replace, in place, a model's parameters and buffers by uninitialized tensors.
 
-    Inside ``FakeTensorMode`` the new tensors are fake. Tied parameters stay tied. Returns ``id(old)`` -> new parameter.
+    Inside ``FakeTensorMode`` the new tensors are fake. Tied parameters stay tied. Returns ``id(old parameter)`` -> new one.
     """
     renewed: dict[int, nn.Parameter] = {}
     for module in model.modules():

@@ -1,6 +1,7 @@
-"""Import the modules that all dry runs need, before their processes are forked.
+"""Import, before a fork, the modules that all dry runs need.
 
-Fake tensors and checkpointed modules need torch's symbolic shapes and tracer, 800 modules; importing them starts no thread.
+Fake tensors and activation checkpointing need torch's symbolic shapes and tracer (800 modules). Their import starts no thread,
+so that the process can still be forked.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Compute memory peaks for any micro batch size from a trace of two sizes."""
+"""Compute memory peaks for any micro batch size from a trace of two such sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Trace:
         phases: phase of each event, as an index into ``PHASES``.
         sizes: bytes of allocation n at index n - 1.
         is_gradient: 1 at index n - 1 if allocation n is the gradient of a parameter, else 0.
-        marks: number of events so far: before the first step, then after each step.
+        marks: number of events before the first step, then the number of events up to the end of each step.
     """
 
     events: array.array[int] = dataclasses.field(default_factory=_integers)
@@ -52,20 +52,22 @@ class Trace:
 def same_before_update(trace: Trace) -> bool:
     """Return whether the last two steps of a trace allocate and free in equal order.
 
-    The sizes of their allocations may differ. Only events before the optimizer step are compared.
+    The sizes of allocations may differ. Only events before the optimizer update of each step are compared.
     """
     return _same(_Steps(trace))
 
 
 def memory_form(trace: Trace, low: int, high: int) -> tuple[MemoryForm, Line]:
-    """Return (peak bytes by phase, activation bytes), both for any micro batch size.
+    """Return (peak bytes by phase, activation bytes), by micro batch size.
 
-    Parameter gradients are not counted. Activations are live at the end of forward, but not between steps.
+    Gradients of parameters are not counted. Activations are the bytes that are live at the end of forward, but not between
+    steps.
 
-    The trace has the building of the engines, then steps at the micro batch sizes ``low`` and ``high``. If these two steps differ
-    in the order of their allocations, a third step at ``low`` follows. Up to the optimizer step, allocations of the last two
-    steps are matched one by one: each is linear in the micro batch size, and so is their sum at any time. A phase's peak is the
-    maximum of these sums. If the steps do not match, the result interpolates between the two measured peaks.
+    The trace contains the construction of the engines, then one step at micro batch size ``low`` and one at ``high``. If these
+    steps differ in the order of allocations, a third step at ``low`` follows. The allocations of the last two steps, up to the
+    optimizer update, are matched one by one. Each allocation is taken as linear in the micro batch size, and so is the sum of
+    live bytes after each event. A phase's peak is the maximum of these sums. If the steps do not match, the result is the
+    line through the two measured peaks.
     """
     steps = _Steps(trace)
     is_linear = _same(steps)
@@ -95,7 +97,7 @@ def memory_form(trace: Trace, low: int, high: int) -> tuple[MemoryForm, Line]:
 
 
 class _Steps:
-    """The events of a trace as arrays, and where its last two steps begin."""
+    """The events of a trace as arrays, and the indices where the last two steps begin."""
 
     def __init__(self, trace: Trace) -> None:
         events = np.asarray(trace.events, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Train a request's engines at two micro batch sizes; return a dry run's result."""
+"""Execute a dry run: train a request's engines at two micro batch sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from dstrial.engine.memory import memory_parts
 class Workload(Protocol):
     """Engines in a ``FakeWorld``, and a method that trains them.
 
-    A request's callable ``workload(world, **options)`` returns a workload; it builds the engines inside ``world.building``.
+    ``DryRunRequest.workload`` names a callable that returns a workload: ``callable(world, **options)``. The callable builds the
+    engines inside ``world.building``.
     """
 
     engines: Sequence[Any]
@@ -39,10 +40,10 @@ class Workload(Protocol):
 
 
 def measure(request: DryRunRequest) -> ModelTrace:
-    """Build a request's engines, and measure a step at each of two micro batch sizes.
+    """Build a request's engines, and measure a step at each of its micro batch sizes.
 
-    The request names the sizes. Errors of the workload, of torch and of DeepSpeed propagate; fake tensors do
-    not support all code.
+    Errors of the workload, of torch and of DeepSpeed are not caught. They are common, because fake tensors do not support all
+    code.
     """
     low, high = request.micro_batch_sizes
     reads = ScalarReads()
@@ -100,10 +101,10 @@ def measure(request: DryRunRequest) -> ModelTrace:
 
 
 def _train(workload: Workload, tracker: Tracker, sizes: list[int]) -> list[int]:
-    """Train one step per size; return the tokens of each step's micro batch.
+    """Train one step per micro batch size; return the tokens of each micro batch.
 
-    If the first two steps allocate differently, a third step at the first size follows, because a model may cache tables in its
-    first forward pass.
+    If the first two steps allocate in different order, a third step at the first size follows, and this size is appended to
+    ``sizes``. A model may, for example, cache tables in the first forward pass.
     """
     tokens: list[int] = []
     for step_idx, size in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""Run dry runs in a child process; this module does not import torch."""
+"""Execute dry runs in child processes; this module does not import torch."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _SERVER = OwnForkServer(["dstrial.engine.dryrun.imported_ahead"])
 
 
 class DryRunError(DstrialError):
-    """Reports that a dry run failed, or exceeded its deadline."""
+    """A dry run failed, or exceeded its deadline."""
 
 
 def dry_run(request: DryRunRequest, *, deadline_s: float = 300.0) -> ModelTrace:
-    """Run a request in a child process, which is killed after ``deadline_s`` seconds.
+    """Execute a dry run in a child process; kill the process after ``deadline_s``.
 
     Raises:
-        DryRunError: the run failed, or took too long.
+        DryRunError: the dry run failed, or exceeded the deadline.
     """
     (found,) = dry_runs([request], deadline_s=deadline_s)
     if isinstance(found, DryRunError):
@@ -46,9 +46,10 @@ def dry_run(request: DryRunRequest, *, deadline_s: float = 300.0) -> ModelTrace:
 def dry_runs(
     requests: Sequence[DryRunRequest], *, deadline_s: float = 600.0, num_parallel: int = 1
 ) -> list[ModelTrace | DryRunError]:
-    """Run all requests, ``num_parallel`` at a time; return a result or error for each.
+    """Execute dry runs, ``num_parallel`` at a time; return a result or error for each.
 
-    The dry runs are forks of one server process, which later calls reuse. ``deadline_s`` limits all requests together.
+    The dry runs are forks of one server process, which later calls reuse. ``deadline_s`` limits the duration of the whole call;
+    dry runs that have not ended by then are killed, and their results are errors.
     """
     until_s = time.monotonic() + deadline_s
     with ThreadPoolExecutor(num_parallel) as pool:

@@ -25,11 +25,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
     """Records torch operations; enter after ``FakeTensorMode`` to see fake tensors.
 
     Args:
-        read_scalar: returns the value of a fake scalar; None lets torch raise an error.
+        read_scalar: returns the value for ``.item()`` of a fake scalar; if None, torch raises an error.
 
     Attributes:
-        flops: FLOPs [without recomputation, with recomputation] of each micro batch.
-        operations: for each micro batch, phase -> number of operations that reached the dispatcher, views included.
+        trace: all allocations and frees of memory.
+        flops: [FLOPs without recomputation, FLOPs with recomputation], first before all steps, then of each step.
+        operations: phase -> number of operations that reached the dispatcher (views included); entries as in ``flops``.
 
     Source: storages are tracked as in torch's ``distributed/_tools/mem_tracker.py``.
     """
@@ -68,7 +69,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self.trace.marks.append(len(self.trace.events))
 
     def mark_gradient(self, parameter: torch.Tensor) -> None:
-        """Record that the memory of ``parameter.grad`` is a gradient."""
+        """Mark the allocation of ``parameter.grad`` as a gradient in the trace.
+
+        A no-op without a gradient.
+        """
         if parameter.grad is not None and parameter.grad.layout == torch.strided:
             found = self._alive.get(parameter.grad.untyped_storage()._cdata)
             if found is not None:

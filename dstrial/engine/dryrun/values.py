@@ -1,4 +1,4 @@
-"""Requests and results of dry runs; values only, without torch."""
+"""Requests and results of dry runs: dataclasses that do not need torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PHASES = ("init", "forward", "backward", "reduce", "step")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Line:
-    """A number, such as bytes or FLOPs, that is linear in the micro batch size."""
+    """A quantity that is linear in the micro batch size, such as bytes or FLOPs."""
 
     base: float
     per_record: float
@@ -25,8 +25,8 @@ class Line:
 class PhaseMemory:
     """Peak bytes of one phase of ``PHASES``, as a function of the micro batch size.
 
-    The peak is the maximum of ``lines`` at that size. There may be several lines, because small and large micro batches may have
-    their peaks at different times.
+    The peak is the maximum of ``lines`` at that size. There may be several lines, because the time of the peak may depend on
+    the micro batch size.
     """
 
     phase: str
@@ -62,8 +62,8 @@ class MemoryForm:
 class Collective:
     """Calls and bytes of one kind of collective, such as ``all_reduce``, in one phase.
 
-    ``group_size`` is the number of communicating ranks. ``num_bytes`` counts full tensors: for all_gather and reduce_scatter, the
-    tensor of all ranks together.
+    ``group_size`` is the number of communicating ranks. ``num_bytes`` is the sum over all calls, and counts full tensors: for
+    all_gather and reduce_scatter, the tensor of all ranks together.
     """
 
     kind: str
@@ -77,7 +77,7 @@ class Collective:
 class Flops:
     """FLOPs of a micro batch on one rank.
 
-    Only ``hardware`` includes the recomputed forward passes of activation checkpointing.
+    ``hardware`` includes the forward passes that activation checkpointing recomputes; ``model`` does not.
     """
 
     model: Line
@@ -129,7 +129,7 @@ class ModelTrace:
 
     Attributes:
         memory: peak bytes in each phase, without the gradients of parameters.
-        activations: bytes that are live between forward and backward, but not between steps, including the micro batch.
+        activations: bytes that are live between forward and backward, but not between steps; includes the micro batch itself.
         state_bytes: name -> bytes of ``parameters``, ``optimizer`` (with master weights) and ``buffers`` between steps.
         parameters: number of parameters of all engines' models.
         trainable_parameters: number of trained parameters.
@@ -141,8 +141,8 @@ class ModelTrace:
         pass_operations: number of torch operations in forward and backward of one micro batch.
         step_operations: number of torch operations in the optimizer step.
         bypasses: places (``file:line``) where user code read a fake tensor's value and got a constant.
-        notes: sentences for the user.
-        num_records: records in a batch of a script that makes its own batches; 0 for other workloads.
+        notes: sentences to show to the user, from the workload.
+        num_records: records per batch, if the workload is a script that makes its batches itself; 0 for other workloads.
         epoch_records: records of the training loader; 0 if unknown.
         is_pipeline: whether any engine is a ``PipelineEngine``.
     """
@@ -168,7 +168,8 @@ class ModelTrace:
     def owned_parameters(self, replicas: int) -> float:
         """Return the number of trained parameters in one rank's ZeRO partition.
 
-        Parameters are divided by ``replicas``, experts only by ``replicas / ep_size``: the ranks that have the same experts.
+        Parameters are divided by ``replicas``. A rank's experts are divided by ``replicas / ep_size``, the number of ranks with
+        the same experts.
         """
         more = sum((ranks - 1) * count for ranks, count in self.expert_parameters.items())
         return (self.trainable_parameters + more) / replicas
@@ -194,10 +195,10 @@ class ModelTrace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DryRunResult:
-    """Memory, FLOPs and communication of one rank in one configuration.
+    """Predicted memory, FLOPs and communication of one rank in one configuration.
 
-    ``dsat.predictor.closed_form`` computes the result from a ``ModelTrace``. Memory, FLOPs and tokens are functions of the micro
-    batch size.
+    ``dsat.predictor.closed_form`` computes the prediction from a ``ModelTrace``. Memory, FLOPs and tokens are functions of the
+    micro batch size.
 
     Attributes:
         device: peak bytes on the device in each phase.
@@ -208,7 +209,8 @@ class DryRunResult:
         last_collectives: collectives of the last micro batch of a step, with the optimizer step.
         flops: FLOPs of one micro batch.
         tokens: elements of a micro batch's largest integer tensor; None without an integer tensor.
-        inner_operations: torch operations of each micro batch except a step's last one; 0 if a step has one micro batch.
+        inner_operations: number of torch operations in each micro batch except a step's last one; 0 if a step has one micro
+            batch.
         last_operations: number of torch operations in a step's last micro batch, with the optimizer step.
         device_parts: name -> peak bytes on the device of ``parameters``, ``gradients``, ``optimizer`` and ``buffers``.
         activations: device bytes that are live after a forward pass and not in ``device_parts``, such as the micro batch; None
@@ -229,7 +231,7 @@ class DryRunResult:
     activations: Line | None = None
 
     def collectives(self, accumulation_steps: int) -> tuple[Collective, ...]:
-        """Return the collectives of a whole step of ``accumulation_steps`` micro batches."""
+        """Return a step's collectives, summed over ``accumulation_steps`` micro batches."""
         inner = accumulation_steps - 1
         repeated = [
             dataclasses.replace(each, num_calls=each.num_calls * inner, num_bytes=each.num_bytes * inner)
