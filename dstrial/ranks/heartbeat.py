@@ -116,7 +116,7 @@ def heartbeat() -> Heartbeat:
 def leave() -> None:
     """Record in the heartbeat that this rank's program has ended.
 
-    A no-op if the rank has not trained.
+    A no-op if this process has never called :func:`heartbeat`.
     """
     if _opened.cache_info().currsize:
         heartbeat().end(Phase.LEAVING)

@@ -46,7 +46,10 @@ def directory_of(database: Path) -> Path:
 
 
 def new_path(database: Path, now_s: float, kind: str) -> Path:
-    """Return the path for a new backup; ``kind`` is "daily" or "master" (by a user)."""
+    """Return the path for a new backup.
+
+    ``kind`` is "daily", or "master" for a backup by ``dstrial backup``.
+    """
     moment = datetime.datetime.fromtimestamp(now_s, datetime.timezone.utc)
     return directory_of(database) / f"{kind}-{moment.strftime(_TIME)}.db"
 
@@ -314,7 +317,10 @@ def _copy_checked(copy: Path, new: Path) -> tuple[int, int]:
 
 
 def _move_aside(database: Path) -> Path | None:
-    """Move a database and its WAL to a new directory; return None if no file exists."""
+    """Move a database and its WAL to a new directory, and return the directory.
+
+    Returns None if none of the files exists.
+    """
     found = [
         path for end in ("", "-wal", "-shm") if (path := database.with_name(f"{database.name}{end}")).exists()
     ]

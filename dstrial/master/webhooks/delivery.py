@@ -85,7 +85,11 @@ class Sender:
         self._ended = threading.Event()
 
     def post(self, url: str, body: bytes) -> DeliveryResult | None:
-        """Send a signed JSON body once; return the result, None if the master shuts down."""
+        """Make one attempt to send a signed JSON body, and return its result.
+
+        Returns None if the master shuts down. If too many earlier requests hang, nothing is sent, and the result allows a
+        retry.
+        """
         if self._ended.is_set():
             return None
         if not self._threads.acquire(blocking=False):
@@ -164,9 +168,9 @@ def signature(key: str, timestamp_s: int, body: bytes) -> str:
 
 
 def send_event(services: Services, url: str, kind: str, event: Mapping[str, Any]) -> DeliveryResult | None:
-    """Send a stored event once; return the result, None if the master shuts down.
+    """Make one attempt to send a stored event, and return the attempt's result.
 
-    ``kind`` is the webhook's type, SLACK or DEFAULT.
+    Returns None if the master shuts down. ``kind`` is the webhook's type, SLACK or DEFAULT.
     """
     settings = services.settings
     body = body_of(event, kind, node=services.agent_id, pool=settings.pool_name, base_url=settings.base_url)
