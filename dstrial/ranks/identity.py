@@ -144,10 +144,11 @@ def is_shared(identity: RankIdentity, num_devices: int, *, may_share: bool) -> b
 def device_index(identity: RankIdentity, num_devices: int, kind: str, *, may_share: bool) -> int:
     """Return the index of this rank's accelerator among the visible accelerators.
 
-    If ``may_share``, several ranks can have the same index. ``kind`` names the accelerators in the error.
+    If ``may_share``, several ranks can have the same index. If only one accelerator is visible, the index is 0, because some
+    launchers hide the others. ``kind`` names the accelerators in the error.
 
     Raises:
-        RankError: there is no accelerator, or ``may_share`` is false and there are more ranks than accelerators.
+        RankError: there is no accelerator, or ``may_share`` is false and this rank's index is too large.
     """
     if num_devices and may_share:
         return identity.local_rank % num_devices

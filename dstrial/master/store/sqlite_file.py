@@ -1,7 +1,7 @@
 """Open and verify the SQLite file; back it up and restore it.
 
-The master creates ``<state dir>/backups/daily-DATE-TIME.db``. Users create ``master-DATE-TIME.db`` in the same directory, which
-the master never deletes. Times are UTC.
+The master creates ``<state dir>/backups/daily-DATE-TIME.db``. ``dstrial backup`` creates ``master-DATE-TIME.db`` in the same
+directory; the master never deletes these files. Times are UTC.
 """
 
 from __future__ import annotations
@@ -249,9 +249,9 @@ def _copied(source: sqlite3.Connection, path: Path) -> Iterator[sqlite3.Connecti
 
 
 def make_daily_copy(database: Path, now_s: float) -> Path | None:
-    """Make a backup, or return None if the last daily backup is younger than a day.
+    """Make a daily backup and return its path; keep the ``NUM_DAILY`` newest of them.
 
-    Keeps the ``NUM_DAILY`` newest daily backups. ``now_s`` is the epoch time.
+    Returns None, without a backup, if the last daily backup is younger than a day. ``now_s`` is the epoch time.
     """
     daily = [copy for copy in list_copies(database) if copy.is_daily]
     # abs(): if the clock was set back, a backup's time may be in the future.

@@ -253,7 +253,10 @@ class LineTrigger(TriggeredWebhook):
 
 
 def triggered_by_line(connection: sqlite3.Connection, task_id: str, trigger_id: int) -> LineTrigger | None:
-    """Return a log trigger with the task whose log matched it; None if one is deleted."""
+    """Return log trigger ``trigger_id``, joined with the task whose log it matched.
+
+    Returns None if the trigger or task ``task_id`` was deleted.
+    """
     sql = (
         f"SELECT {_TRIGGERED}, k.type AS task_type, k.trial_id, k.experiment_id, "  # noqa: S608 - a constant
         "c.workspace_id AS command_workspace "

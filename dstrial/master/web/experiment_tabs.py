@@ -225,9 +225,9 @@ def _lines_of(start: tuple[bytes, int] | None) -> list[str]:
 
 
 async def get_difference(request: ApiRequest) -> Json:
-    """Return a unified diff from experiment ``other`` to the URL path's experiment.
+    """Return a unified diff from experiment ``other`` to the experiment in the URL.
 
-    ``kind`` is "effective" for the configs, "code" for the model definitions.
+    Query parameter ``kind`` is "effective" (compare the effective configs) or "code" (compare the model definitions).
     """
     services, kind = request.services, request.query("kind")
     if kind not in ("effective", "code"):

@@ -50,7 +50,7 @@ TIMEOUT_S = 10.0  # per attempt, from connecting to the response's status
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _TOO_MANY = 429  # HTTP status that asks for a later attempt
 _MAX_RESULT = 200  # characters of an error's text
-_MAX_THREADS = 64  # requests at a time, with those that were given up
+_MAX_THREADS = 64  # concurrent requests, including requests that were abandoned at a timeout
 _POLL_S = 0.1  # period of checks whether an attempt or a thread has ended
 
 RETRY_S = (1.0, 10.0)
@@ -200,7 +200,7 @@ def _result_of(status: int) -> DeliveryResult:
 
 
 class Delivery:
-    """Sends queued events, to each webhook one at a time in a thread of its own.
+    """Sends queued events; each webhook has at most one thread, which sends one event.
 
     Delivery is at least once: after a crash of the master, an event may be sent again, with the same ``event_id``.
     """

@@ -57,7 +57,7 @@ def add_report(
     """Store a report and update the trial's summaries and best and latest validation.
 
     ``steps`` is the number of completed batches; None for a profiling report. If the run has already reported this batch and
-    group, new metrics are added to the stored report, and equal metrics are ignored. The first report of a run archives the
+    group, new metrics are added to the stored report. Equal metrics are ignored. The first report of a run archives the
     reports of older runs whose batches the run repeats. Returns False if the report contains nothing new.
 
     Raises:
@@ -157,8 +157,8 @@ def _merge(
 def archive_beyond(tx: Transaction, trial_id: int, run_id: int, steps: int) -> bool:
     """Archive the reports after batch ``steps`` of a trial's runs before ``run_id``.
 
-    Run ``run_id`` repeats these batches. If any report was archived, the trial's summaries and best validation are recomputed
-    from the other reports, and its number of batches is set to ``steps``. Returns whether any report was archived.
+    Run ``run_id`` repeats these batches. If any report was archived, the trial's number of batches is set to ``steps``. Its
+    summaries and best validation are then recomputed from the other reports. Returns whether any report was archived.
     """
     cursor = tx.execute(
         "UPDATE metrics SET archived = 1 WHERE trial_id = ? AND run_id < ? AND steps > ? AND archived = 0 AND steps >= 0",
@@ -264,8 +264,7 @@ def report_ids(connection: sqlite3.Connection, trial_id: int, group: str | None)
 def some_reports(connection: sqlite3.Connection, ids: Sequence[int]) -> list[Report]:
     """Return reports from the start of ``ids``, as many as fit in a stream message.
 
-    The message contains at least one report, even if this report alone exceeds the limit. Reports that were deleted
-    concurrently are skipped.
+    A report that alone exceeds the limit is returned alone. Reports that were deleted concurrently are skipped.
     """
     found: list[Report] = []
     num_chars = 0
