@@ -74,9 +74,9 @@ def _is_deepspeed_on_cpu() -> bool:
 
 
 def _bring_up_ranks() -> None:
-    """Create this job's gloo process group, unless the script has created a group.
+    """Create this job's gloo process group, or let DeepSpeed use the script's group.
 
-    In that case, initialize DeepSpeed's communication over the existing group, unless already initialized.
+    If the script has created a group, only DeepSpeed's communication is initialized, unless it already is.
 
     Ranks: all, collectively.
     """

@@ -97,8 +97,8 @@ def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) ->
 def check_container_name(kind: str, name: str, where: str = "", *, is_taken: bool) -> None:
     """Raise if the name of a workspace or project is blank, too long or taken.
 
-    A name may have 80 characters. ``kind`` is "workspace" or "project". If ``is_taken``, another workspace or project has the
-    name. ``where`` follows "exists" in the error, for example " in this workspace".
+    A name has at most 80 characters. ``kind`` is "workspace" or "project". If ``is_taken``, another workspace or project has
+    the name. ``where`` follows "exists" in the error, for example " in this workspace".
     """
     if not name.strip() or len(name) > 80:
         raise InvalidError(
