@@ -41,10 +41,11 @@ STORAGE_KEY = "storage"
 
 
 def external_storage(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return where a config stores checkpoints; None if missing or ``shared_fs``.
+    """Return the external checkpoint storage of an experiment config, or None.
 
-    The result has the ``checkpoint_storage`` fields that describe the storage, without masked values and ``save_…`` fields. A
-    relative ``container_path`` is made absolute.
+    None means that the config has no storage, or storage of type ``shared_fs``. The result has the ``checkpoint_storage``
+    fields that describe the storage, without masked values and ``save_…`` fields. A relative ``container_path`` is made
+    absolute.
     """
     given = (config or {}).get("checkpoint_storage") or {}
     names = _FIELDS.get(str(given.get("type")))
@@ -71,8 +72,9 @@ def location_of(storage: Mapping[str, Any]) -> dict[str, Any]:
 def recorded_storage(path: pathlib.Path, own: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
     """Return the external storage of a checkpoint; None if its files are in ``path``.
 
-    ``path`` is the checkpoint's local directory, whose completion marker names the storage. ``own`` is the storage of this run's
-    config. It provides the credentials if both storages have the same type and server.
+    ``path`` is the checkpoint's local directory, whose completion marker names the storage. Without a complete marker the
+    result is None. ``own`` is the storage of this run's config. Credentials are copied from ``own`` if both storages have the
+    same type and server.
     """
     location = read_marker(path).get(STORAGE_KEY) if is_complete(path) else None
     if location is None or pathlib.Path(location.get("container_path", ""), path.name) == path:
@@ -143,10 +145,10 @@ def delete(
     variables: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
 ) -> dict[str, int]:
-    """Delete a checkpoint's files matching ``globs``; return the other files.
+    """Delete a checkpoint's files matching ``globs``; return the remaining files.
 
-    By default all files are deleted, the completion marker first. The result maps the path of each other file to its size in
-    bytes. ``variables`` are further environment variables of the child process, such as credentials.
+    By default all files are deleted, the completion marker first. The result maps the path of each remaining file to its size
+    in bytes. ``variables`` are further environment variables of the child process, such as credentials.
 
     Raises:
         CheckpointError: the deletion failed or took longer than ``timeout_s``.

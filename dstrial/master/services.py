@@ -54,7 +54,7 @@ VERSION = "0.38.1"  # release of Determined whose API is served; clients warn ab
 
 
 class Activity:
-    """Times at which tasks' proxied services were last used, for idle timeouts."""
+    """Time of the last proxied request of each task, for idle timeouts."""
 
     def __init__(self) -> None:
         self._last_s: dict[str, float] = {}
@@ -197,7 +197,7 @@ class Services:
     def agent_of(self, allocation: Allocation) -> str:
         """Return the names of an allocation's nodes, separated by commas.
 
-        An allocation without slots is on the master's machine.
+        If the allocation has no slots, or its nodes are unknown now, return the name of the master's machine.
         """
         wanted = {nodes.node_of(slot_id) for slot_id in allocation.slots}
         return ", ".join(node.name for node in self.backend.nodes() if node.id in wanted) or self.agent_id
@@ -221,7 +221,10 @@ class Services:
         return await asyncio.get_running_loop().run_in_executor(self.executor, run)
 
     def record_scheduler_step(self, step: str) -> None:
-        """Record the scheduler's current step and its start, for :meth:`describe_trouble`."""
+        """Record that the scheduler begins a step, for :meth:`describe_trouble`.
+
+        ``step`` is a text such as "assigning slots".
+        """
         self.scheduler_step = step, time.monotonic()
 
     def describe_trouble(self) -> str:
@@ -247,7 +250,7 @@ class Services:
         return await asyncio.wrap_future(self.database.submit(function))
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Run a blocking function, for example file I/O, in the thread pool of readers."""
+        """Run a blocking function, for example file I/O, in the readers' thread pool."""
         return await asyncio.get_running_loop().run_in_executor(self.executor, function)
 
     async def check(self, function: Callable[[], T]) -> T:
@@ -274,10 +277,11 @@ def open_services(
     hosts: tuple[Host, ...] = (),
     transport: Transport | None = None,
 ) -> Services:
-    """Create a master's services; at its first start, also cluster id and first users.
+    """Create the services of a master.
 
-    With ``has_passwords``, the first users get random passwords, stored in ``credentials.json`` in ``state_dir`` (mode 0600).
-    Otherwise their passwords are blank, as in Determined.
+    At the first start, also store a new cluster id and create the first users. If ``has_passwords``, these users get random
+    passwords, which are written to ``credentials.json`` in ``state_dir`` (mode 0600). Otherwise their passwords are blank, as
+    in Determined.
     """
     with database.read() as connection:
         is_new = not users.has_users(connection)

@@ -229,7 +229,10 @@ class MasterSettings:
         )
 
     def defaults(self, state_dir: Path) -> MasterDefaults:
-        """Return the settings' defaults that are merged into every experiment config."""
+        """Return the defaults that the master merges into every experiment config.
+
+        If the settings contain no storage path, the default storage is ``checkpoints`` in ``state_dir``.
+        """
         storage = dict(self.checkpoint_storage)
         key = "host_path" if storage["type"] == "shared_fs" else "container_path"
         storage.setdefault(key, str(state_dir / "checkpoints"))
@@ -268,7 +271,10 @@ class MasterSettings:
 
 
 def _path(text: str | None, config_file: Path | None) -> str | None:
-    """Return an absolute path; relative paths are relative to the settings file."""
+    """Make a path absolute; relative paths are relative to the settings file.
+
+    Without a settings file, they are relative to the current directory. None stays None.
+    """
     if text is None:
         return None
     beside = Path.cwd() if config_file is None else config_file.absolute().parent
@@ -301,7 +307,10 @@ def _check_each(
     what: tuple[str, str],
     findings: Diagnostics,
 ) -> None:
-    """Report entries that do not match ``pattern``; ``what`` is (expected value, fix)."""
+    """Report each of ``entries`` that does not match the regex ``pattern``.
+
+    ``path`` is the key path of the list in the settings. ``what`` has two texts for the message: (expected value, fix).
+    """
     for index, entry in enumerate(entries):
         if not isinstance(entry, str) or re.fullmatch(pattern, entry, re.DOTALL) is None:
             findings.problem((*path, index), render(entry), *what)

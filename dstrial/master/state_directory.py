@@ -64,9 +64,9 @@ class StateDirectory:
 
     @classmethod
     def choose(cls, state_dir: str | os.PathLike[str] | None = None) -> StateDirectory:
-        """Return the state directory at ``state_dir``, $DSTRIAL_STATE_DIR or the default.
+        """Return the directory ``state_dir``, or $DSTRIAL_STATE_DIR, or the default.
 
-        The first that is given counts. The default is ``dstrial`` in the user's data directory.
+        The first of these that is set and not empty is used. The default is ``dstrial`` in the user's data directory.
         """
         asked = state_dir or os.environ.get(STATE_DIR_VARIABLE)
         if asked:
@@ -108,7 +108,11 @@ class StateDirectory:
         return self.path / "checkpoints"
 
     def make(self) -> None:
-        """Create the directory and its subdirectories, accessible to the owner only."""
+        """Create the state directory, ``allocations`` and ``checkpoints`` with mode 0700.
+
+        Raises:
+            MasterError: the directory cannot be created, or another user owns it.
+        """
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self.path.stat().st_uid != os.getuid():
@@ -168,7 +172,11 @@ class StateDirectory:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the directory's lock within the block; a crash of the process releases it."""
+        """Hold the directory's lock within the block; a crash of the process releases it.
+
+        Raises:
+            StateInUseError: another process holds the lock.
+        """
         with self.lock_path.open("a+", encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -40,7 +40,10 @@ def open_regular(path: Path, *, is_own: bool = True) -> BinaryIO:
 
 
 def read_json(path: Path) -> Any:
-    """Parse a JSON file; raises ``ValueError`` and the errors of ``open_regular``."""
+    """Parse a JSON file of at most ``MAX_RECORD_BYTES``.
+
+    Raises ``ValueError`` if the file is longer or not JSON, and the errors of ``open_regular``.
+    """
     with open_regular(path) as file:
         content = file.read(MAX_RECORD_BYTES + 1)
     if len(content) > MAX_RECORD_BYTES:

@@ -21,7 +21,7 @@ _MARK = "shows_cpu_ranks"  # attribute of the patched function
 
 
 def show_ranks_to_accelerate() -> None:
-    """Patch accelerate to use gloo on CPUs, now or when it is imported.
+    """Patch accelerate to use gloo on CPUs, now or when accelerate is imported.
 
     Idempotent. Ranks: any; no communication.
     """
@@ -74,7 +74,9 @@ def _is_deepspeed_on_cpu() -> bool:
 
 
 def _bring_up_ranks() -> None:
-    """Create this job's gloo process group, or let DeepSpeed use the user's.
+    """Create this job's gloo process group, or let DeepSpeed use the script's group.
+
+    If the script has created a group, only DeepSpeed's communication is initialized, unless it already is.
 
     Ranks: all, collectively.
     """

@@ -62,8 +62,8 @@ class PendingGather:
 class GroupChannel:
     """Collectives on pickled values over one gloo group.
 
-    A message consists of an HMAC tag over sender, operation and content, and the pickle. ``name`` must be unique in the job;
-    ``ranks`` are the group's global ranks.
+    A message is an HMAC tag followed by a pickle. The tag covers the sender, the operation and the pickle. ``name`` must be
+    unique in the job; ``ranks`` are the group's global ranks.
 
     Raises:
         RankTimeoutError: a rank missed the deadline; the message names the missing ranks.
@@ -107,9 +107,9 @@ class GroupChannel:
         return [RankIdentity(**json.loads(bytes(message))) for message in messages]
 
     def agree_on_key(self, stack: contextlib.ExitStack) -> bytes:
-        """Return the first rank's key for message tags on all ranks of the group.
+        """Return a key for message tags that is the same on all ranks of the group.
 
-        The key is exchanged in a private file, which the exit of ``stack`` deletes.
+        The first rank generates the key and passes it in a private file, which the exit of ``stack`` deletes.
         """
         block = key_through_file(PrefixStore("key", self._store), is_writer=self._rank == self._ranks[0])
         with self._start_errors(self._next(_START)):

@@ -1,8 +1,9 @@
 """The control channel, which exchanges small Python objects between ranks.
 
 It replaces Determined's ``DistributedContext``, whose ZMQ sockets need two fixed ports per machine and have no timeout. The
-control channel uses a separate gloo group; at the deadline, its error names the missing ranks. Values are pickled. A message is
-unpickled only after its HMAC tag is verified, which only this job's ranks can create.
+control channel uses a separate gloo group; at the deadline, its error names the missing ranks. Values are pickled. A message
+is unpickled only if its HMAC tag is valid. Only this job's ranks can create valid tags, except in jobs on several machines
+without a shared secret.
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ _channel_numbers = itertools.count()
 
 
 def timeout_from_environ() -> float:
-    """Return ``DSTRIAL_TIMEOUT_S``, the timeout of collective operations in seconds."""
+    """Return ``DSTRIAL_TIMEOUT_S``, the timeout of collective operations in seconds.
+
+    The default is 1800.
+
+    Raises:
+        RankError: the variable is not a positive number.
+    """
     text = os.environ.get(TIMEOUT_VARIABLE)
     if not text:
         return DEFAULT_TIMEOUT_S

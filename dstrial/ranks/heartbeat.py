@@ -25,7 +25,7 @@ HEARTBEAT_VARIABLE = "DSTRIAL_HEARTBEAT"
 # A slot is 16 words of eight bytes in native byte order. Times are from CLOCK_MONOTONIC.
 SLOT_BYTES = 128
 _PHASE, _BATCH, _SINCE, _THREAD, _PID, _TICKS = range(6)
-_LONGEST = 8  # first of a word for each phase
+_LONGEST = 8  # index of the first of several words: the longest duration of each phase
 
 
 class Phase(enum.IntEnum):
@@ -93,7 +93,7 @@ class Heartbeat:
         self.begin(Phase.BETWEEN, batch)
 
     def end(self, phase: Phase = Phase.NONE) -> None:
-        """Record the phase ``NONE`` or ``LEAVING``; keep the number of trained batches."""
+        """Record phase ``NONE`` or ``LEAVING``, without changing the number of batches."""
         self.begin(phase, self._integers[_BATCH])
 
     def begin(self, phase: Phase, batch: int) -> None:
@@ -116,7 +116,7 @@ def heartbeat() -> Heartbeat:
 def leave() -> None:
     """Record in the heartbeat that this rank's program has ended.
 
-    A no-op if the rank has not trained.
+    A no-op if this process has never called :func:`heartbeat`.
     """
     if _opened.cache_info().currsize:
         heartbeat().end(Phase.LEAVING)

@@ -112,7 +112,7 @@ def identify(environ: Mapping[str, str]) -> RankIdentity:
 def device_variable(identity: RankIdentity, device_idx: int) -> str:
     """Return the value of ``DSTRIAL_LOCAL_RANK``: ``rank:device index:local rank``.
 
-    The variable preserves the local rank if ``LOCAL_RANK`` is set to the device index.
+    The variable preserves the local rank when ``LOCAL_RANK`` is replaced by the device index.
     """
     return f"{identity.rank}:{device_idx}:{identity.local_rank}"
 
@@ -130,8 +130,9 @@ def may_share(environ: Mapping[str, str]) -> bool:
 def is_shared(identity: RankIdentity, num_devices: int, *, may_share: bool) -> bool:
     """Return whether ranks share an accelerator; the result is equal on all ranks.
 
-    ``num_devices`` is the number of this machine's accelerators. On several machines the result is ``may_share``, because a
-    rank does not know the devices of other machines.
+    ``num_devices`` is the number of this machine's accelerators. On one machine, ranks share if ``may_share`` and there are
+    more ranks than accelerators. On several machines the result is ``may_share``, because a rank does not know the devices of
+    other machines.
     """
     return (
         may_share
@@ -143,8 +144,11 @@ def is_shared(identity: RankIdentity, num_devices: int, *, may_share: bool) -> b
 def device_index(identity: RankIdentity, num_devices: int, kind: str, *, may_share: bool) -> int:
     """Return the index of this rank's accelerator among the visible accelerators.
 
+    If ``may_share``, several ranks can have the same index. If only one accelerator is visible, the index is 0, because some
+    launchers hide the others. ``kind`` names the accelerators in the error.
+
     Raises:
-        RankError: the machine has more ranks than accelerators (of ``kind``), and ``may_share`` is false.
+        RankError: there is no accelerator, or ``may_share`` is false and this rank's index is too large.
     """
     if num_devices and may_share:
         return identity.local_rank % num_devices
@@ -265,7 +269,10 @@ def _from_slurm(view: _EnvView) -> RankIdentity | None:
 
 
 def _slurm_first_node(view: _EnvView) -> str | None:
-    """Return the node of rank 0, unless a heterogeneous step places it elsewhere."""
+    """Return the first node of the Slurm step, or None if the node list is invalid.
+
+    Rank 0 runs on this node, unless the step is heterogeneous or places tasks by a hostfile.
+    """
     try:
         text = view.text("SLURM_STEP_NODELIST") or view.text("SLURM_JOB_NODELIST") or ""
         return next(iter(expand_nodes(text)), None)

@@ -179,11 +179,11 @@ def uses(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[
 
 
 def spans(connection: sqlite3.Connection, use: AllocationUsage, now_us: int) -> list[tuple[str, int, int]]:
-    """Return the intervals (activity, start us, end us) of an allocation.
+    """Return the intervals of an allocation as (activity, start us, end us).
 
-    The activities of a trial are "training", "validation" and "checkpointing". Each report ends an interval that began at the
-    previous report. Time after the last report counts as training. A command has one interval, named by its kind in lower case.
-    ``now_us`` is the end of an active allocation.
+    A command has one interval, whose activity is the command's kind in lower case. A trial's activities are "training",
+    "validation" and "checkpointing". The interval between two reports has the activity that the second report describes. Time
+    after the last report counts as training. ``now_us`` is the end of an allocation that has not ended.
     """
     end_us = now_us if use.end_us is None else use.end_us
     if use.kind in NAMES:

@@ -76,8 +76,11 @@ def add_checkpoint(
 ) -> None:
     """Insert a checkpoint, or update it from a repeated report.
 
-    ``resources`` maps path -> bytes. ``others`` are further columns. A repeated report cannot change the manifest's SHA-256, by
-    which the files are verified.
+    ``resources`` maps path -> bytes. ``others`` are further columns. Once the SHA-256 of the manifest is stored, later reports
+    cannot change it, because the files are verified by it.
+
+    Raises:
+        ConflictError: the uuid belongs to a checkpoint of another trial.
     """
     known = tx.execute("SELECT trial_id, manifest_sha256 FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
     if known is not None and known["trial_id"] != trial.id:
@@ -244,7 +247,10 @@ def set_metadata(tx: Transaction, uuid: str, metadata: Mapping[str, Any]) -> Non
 
 
 def note_user(tx: Transaction, uuid: str, trial_id: int, kind: str) -> None:
-    """Record that a trial uses a checkpoint; ``kind`` is inference or fine-tuning."""
+    """Record that a trial uses a checkpoint.
+
+    ``kind`` is TRIAL_SOURCE_INFO_TYPE_INFERENCE or TRIAL_SOURCE_INFO_TYPE_FINE_TUNING.
+    """
     require_checkpoint(tx.connection, uuid)
     columns = {"checkpoint_uuid": uuid, "trial_id": trial_id, "type": kind}
     tx.insert("trial_sources", columns, "INSERT OR IGNORE")
@@ -279,7 +285,10 @@ def experiment_of(connection: sqlite3.Connection, uuid: str) -> int | None:
 
 
 def is_start_of(connection: sqlite3.Connection, uuid: str, trial_id: int, allocation_id: str) -> bool:
-    """Return whether a trial, or its given allocation, starts from a checkpoint."""
+    """Return whether a trial or one of its allocations started from a checkpoint.
+
+    The checkpoint is the warm start of the trial, or allocation ``allocation_id`` started from it.
+    """
     sql = (
         "SELECT 1 FROM trials t LEFT JOIN allocations a ON a.id = ? "
         "WHERE t.id = ? AND (t.warm_start_uuid = ? OR a.checkpoint_uuid = ?)"

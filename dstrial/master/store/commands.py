@@ -16,7 +16,7 @@ from dstrial.master.store.errors import Hint, NotFoundError
 
 ENDED = frozenset({"COMPLETED", "CANCELED", "ERROR"})  # terminal states
 
-_SHOWN_US = 24 * 3600 * 1_000_000  # for so long after their end, lists contain commands; one day
+_SHOWN_US = 24 * 3600 * 1_000_000  # lists show a command until one day after its end
 _SELECT = (
     "SELECT c.*, u.username, u.display_name, a.id AS allocation_id, a.state AS allocation_state, a.is_ready, "
     "a.resources_id, a.slots, a.ports FROM commands c JOIN users u ON u.id = c.owner_id "

@@ -52,7 +52,10 @@ _CONVERTERS: dict[Any, Callable[[Any], Any]] = {
 
 @functools.cache
 def _fields(kind: type[Any]) -> tuple[tuple[str, ...], tuple[tuple[int, Callable[[Any], Any]], ...]]:
-    """Return a dataclass's field names, and (index, converter) of types SQLite lacks."""
+    """Return (field names, converters) of a dataclass whose instances are table rows.
+
+    Converters are (field index, function) of each field whose type SQLite lacks, for example bool.
+    """
     fields = dataclasses.fields(kind)
     converters = [(i, _CONVERTERS[field.type]) for i, field in enumerate(fields) if field.type in _CONVERTERS]
     return tuple(field.name for field in fields), tuple(converters)
@@ -138,7 +141,7 @@ class Conditions:
     def need_one_of(self, column: str, values: Sequence[Any], *, or_null: bool = False) -> None:
         """Require a column to have one of the values; empty ``values`` match all rows.
 
-        ``or_null`` also accepts NULL.
+        If ``or_null``, rows with NULL in the column also match.
         """
         if values:
             null = f" OR {column} IS NULL" if or_null else ""
@@ -161,7 +164,7 @@ class Conditions:
 
     @property
     def sql(self) -> str:
-        """Return the WHERE clause; empty without conditions, as SQLite then counts faster."""
+        """The WHERE clause, or "" without conditions; SQLite counts faster without WHERE."""
         return f"WHERE {' AND '.join(self._sql)}" if self._sql else ""
 
 
@@ -183,8 +186,8 @@ class Transaction:
     def insert(self, table: str, columns: Mapping[str, Any], verb: str = "INSERT") -> int:
         """Insert a row and return its id; mappings and lists are stored as JSON.
 
-        ``columns`` maps column name -> value. ``verb`` may be "INSERT OR IGNORE" or "INSERT OR REPLACE". ``table`` and the
-        column names must not be user input.
+        ``columns`` maps column name -> value. ``verb`` may be "INSERT OR IGNORE" or "INSERT OR REPLACE". If "INSERT OR IGNORE"
+        finds an existing row, the returned id is meaningless. ``table`` and the column names must not be user input.
         """
         names = ", ".join(columns)
         values = [stored(value) for value in columns.values()]
@@ -312,9 +315,9 @@ class Database:
         return MasterError(f"{self.path} is closed; expected an open database. Start the master again.")
 
     def _translated(self, error: BaseException) -> BaseException:
-        """Return ``error``, or ``DatabaseDamagedError`` if it means a damaged page.
+        """Return ``DatabaseDamagedError`` if ``error`` reports damage, else ``error``.
 
-        Damage is also recorded for ``describe_damage`` and logged.
+        Damage is also logged, and stored for ``describe_damage``.
         """
         if not is_damage(error):
             return error
@@ -403,6 +406,9 @@ class Database:
         topics: set[str],
     ) -> None:
         """Run one submitted function in a savepoint.
+
+        If the function returns, append (future, result) to ``done`` and add the published topics to ``topics``. If the
+        function raises, roll back to the savepoint and set the exception of ``future``.
 
         Raises:
             sqlite3.Error: SQLite rolled back the whole transaction, for example because the disk is full.

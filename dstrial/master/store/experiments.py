@@ -113,10 +113,11 @@ def insert(
 def replace_config(
     tx: Transaction, experiment_id: int, config: Mapping[str, Any], interpreter: str | None
 ) -> None:
-    """Replace an experiment's config; keep its searcher type and original config.
+    """Store a new config of an experiment, and update the columns derived from it.
 
-    A column that users can also change separately, such as the priority, changes only if its value in the config changes.
-    ``interpreter`` is the Python of the trials; None means the master's.
+    The searcher type and the originally submitted config do not change. Some columns, such as the priority, can also be
+    changed by other requests. Such a column changes only if its value differs between the old and the new config.
+    ``interpreter`` is the Python of the trials; None means the Python of the master.
     """
     before = _columns(json.loads(require(tx.connection, experiment_id).config))
     changed = {name: value for name, value in _columns(config).items() if value != before[name]}
@@ -124,7 +125,7 @@ def replace_config(
 
 
 def _fixed_columns(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return column -> value of config settings that only a new config changes."""
+    """Return column -> value of the settings that change only with the config."""
     return {
         "config": config,
         "searcher_metric": config["searcher"]["metric"],
@@ -134,7 +135,7 @@ def _fixed_columns(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _columns(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return column -> value of config settings that users can also change separately."""
+    """Return column -> value of the settings that users can change without a config."""
     resources = config.get("resources") or {}
     return {
         "name": config.get("name"),

@@ -53,12 +53,15 @@ class WaitingTrial:
 
 
 def queued_experiments(connection: sqlite3.Connection) -> list[QueuedExperiment]:
-    """Return experiments that are active or have an allocation, in queue order."""
+    """Return the queued and running experiments, in queue order.
+
+    These are the active experiments that are not unmanaged, and all experiments with an allocation that has not terminated.
+    """
     return fetch_all(QueuedExperiment, connection, _QUEUE)
 
 
 def count_without_slots(connection: sqlite3.Connection) -> int:
-    """Count active experiments without an allocation."""
+    """Count active experiments whose allocations, if any, have all terminated."""
     sql = (
         "SELECT COUNT(*) FROM experiments e WHERE state = 'ACTIVE' AND NOT EXISTS "
         "(SELECT 1 FROM allocations a WHERE a.experiment_id = e.id AND a.state != 'TERMINATED')"
@@ -77,7 +80,10 @@ def command_of(connection: sqlite3.Connection, job_id: str) -> Command | None:
 def position_beside(
     connection: sqlite3.Connection, job_id: str, anchor: Experiment | Command, *, is_ahead: bool
 ) -> float:
-    """Return a queue position for ``job_id`` directly before or after job ``anchor``."""
+    """Return a queue position for ``job_id`` directly before or after job ``anchor``.
+
+    If ``is_ahead``, the position is before ``anchor``, else after it. Jobs of other priorities are ignored.
+    """
     own: float = anchor.queue_position
     side, edge = ("<", "MAX") if is_ahead else (">", "MIN")
     neighbour = fetch_value(
@@ -160,10 +166,10 @@ def slots_of_run_before(connection: sqlite3.Connection, trial_id: int, run_id: i
 
 
 def unusable_counts(connection: sqlite3.Connection, trial_id: int) -> frozenset[int]:
-    """Return slot counts on which a trial raised ``ConfigError`` and never trained.
+    """Return the slot counts on which a trial can only fail with ``ConfigError``.
 
-    For example, the batch size that trial code passes to DeepSpeed does not fit the slot count. If the trial has not trained on
-    any slot count, the result is empty.
+    A run with such a count has raised ``ConfigError``, and no run with this count has trained. For example, the batch size in
+    the trial's code does not fit the slot count. If no run of the trial has trained, the result is empty.
     """
     sql = (
         "SELECT json_array_length(slots) AS count FROM allocations WHERE trial_id = :trial_id GROUP BY count "
@@ -176,8 +182,8 @@ def unusable_counts(connection: sqlite3.Connection, trial_id: int) -> frozenset[
 def disabled_slots(connection: sqlite3.Connection, slot_ids: Collection[int]) -> Mapping[int, bool]:
     """Return the disabled slots among ``slot_ids``: slot id -> whether it drains.
 
-    A draining slot lets its running tasks finish. A disabled node disables all of its slots, and is also in the result, with
-    its ``agent_key``.
+    A draining slot lets its running tasks finish. A disabled node disables all of its slots. The result also contains every
+    disabled node; the key is the node's ``agent_key``, a negative number.
     """
     rows = connection.execute("SELECT slot_id, drain FROM disabled_slots").fetchall()
     off = {slot_id: bool(drain) for slot_id, drain in rows}
@@ -191,7 +197,8 @@ def disabled_slots(connection: sqlite3.Connection, slot_ids: Collection[int]) ->
 def disable_slot(tx: Transaction, slot_id: int, *, drain: bool, reason: str) -> None:
     """Disable a slot, or a whole node if ``slot_id`` is its ``agent_key``.
 
-    With ``drain``, running tasks may finish. Otherwise they are killed with ``reason``; trials and pausable tasks are requeued.
+    If ``drain``, running tasks may finish. Otherwise they are killed, with ``reason`` as the stored reason. Killed trials and
+    pausable tasks are requeued.
     """
     tx.insert("disabled_slots", {"slot_id": slot_id, "drain": drain}, "INSERT OR REPLACE")
     if not drain:

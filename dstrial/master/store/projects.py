@@ -115,9 +115,10 @@ def check_name(connection: sqlite3.Connection, workspace_id: int, name: str, own
 
 
 def check_key(connection: sqlite3.Connection, key: str, own_id: int | None) -> str:
-    """Return a project key in capitals; raise unless it is unused and valid.
+    """Return ``key`` in capitals; raise if it is invalid or another project has it.
 
-    A valid key has 1 to 5 letters or digits (Determined 0.38.1). ``own_id`` is the project to change; None for a new project.
+    A valid key has 1 to 5 letters or digits (Determined 0.38.1). ``own_id`` is the id of the project to change; None for a new
+    project.
     """
     if re.fullmatch(rf"[A-Za-z0-9]{{1,{_MAX_KEY}}}", key) is None:
         raise InvalidError(

@@ -1,7 +1,7 @@
 """Open and verify the SQLite file; back it up and restore it.
 
-The master creates ``<state dir>/backups/daily-DATE-TIME.db``. Users create ``master-DATE-TIME.db`` in the same directory, which
-the master never deletes. Times are UTC.
+The master creates ``<state dir>/backups/daily-DATE-TIME.db``. ``dstrial backup`` creates ``master-DATE-TIME.db`` in the same
+directory; the master never deletes these files. Times are UTC.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ def directory_of(database: Path) -> Path:
 
 
 def new_path(database: Path, now_s: float, kind: str) -> Path:
-    """Return the path for a new backup; ``kind`` is "daily" or "master" (by a user)."""
+    """Return the path for a new backup.
+
+    ``kind`` is "daily", or "master" for a backup by ``dstrial backup``.
+    """
     moment = datetime.datetime.fromtimestamp(now_s, datetime.timezone.utc)
     return directory_of(database) / f"{kind}-{moment.strftime(_TIME)}.db"
 
@@ -246,9 +249,9 @@ def _copied(source: sqlite3.Connection, path: Path) -> Iterator[sqlite3.Connecti
 
 
 def make_daily_copy(database: Path, now_s: float) -> Path | None:
-    """Make a backup, or return None if the last daily backup is younger than a day.
+    """Make a daily backup and return its path; keep the ``NUM_DAILY`` newest of them.
 
-    Keeps the ``NUM_DAILY`` newest daily backups. ``now_s`` is the epoch time.
+    Returns None, without a backup, if the last daily backup is younger than a day. ``now_s`` is the epoch time.
     """
     daily = [copy for copy in list_copies(database) if copy.is_daily]
     # abs(): if the clock was set back, a backup's time may be in the future.
@@ -314,7 +317,10 @@ def _copy_checked(copy: Path, new: Path) -> tuple[int, int]:
 
 
 def _move_aside(database: Path) -> Path | None:
-    """Move a database and its WAL to a new directory; return None if no file exists."""
+    """Move a database and its WAL to a new directory, and return the directory.
+
+    Returns None if none of the files exists.
+    """
     found = [
         path for end in ("", "-wal", "-shm") if (path := database.with_name(f"{database.name}{end}")).exists()
     ]

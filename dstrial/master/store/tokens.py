@@ -203,7 +203,13 @@ def require_access_token(connection: sqlite3.Connection, token_id: int) -> Acces
 def change_access_token(
     tx: Transaction, token_id: int, description: str | None, *, is_revoked: bool
 ) -> AccessToken:
-    """Change an access token's description, revoke the token, or both; return it."""
+    """Change the description of an active access token, revoke the token, or both.
+
+    ``description`` None keeps the description. If ``is_revoked`` is false, the token stays valid. Returns the changed token.
+
+    Raises:
+        InvalidError: the token has expired or is already revoked.
+    """
     now = now_us()
     if not require_access_token(tx.connection, token_id).is_active(now):
         raise InvalidError(

@@ -210,6 +210,9 @@ def activate_paused(tx: Transaction, experiment_id: int) -> None:
 
 
 def set_flag(tx: Transaction, trial_id: int, column: Literal["retry_cancelled", "is_node_excluded"]) -> bool:
-    """Set a flag of a trial after a log policy matched; return False if already set."""
+    """Set a flag of a trial to 1, because a log policy matched; return True.
+
+    If the flag was already set, change nothing and return False.
+    """
     cursor = tx.execute(f"UPDATE trials SET {column} = 1 WHERE id = ? AND {column} = 0", (trial_id,))  # noqa: S608 - one of the two above
     return bool(cursor.rowcount)

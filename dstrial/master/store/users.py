@@ -37,7 +37,7 @@ class StoredUser(User):
 
 
 def new_passwords(*, is_blank: bool) -> dict[str, str]:
-    """Return username -> password for a new master's users: random, or blank."""
+    """Return username -> password of the first users: random, or "" if ``is_blank``."""
     return {name: "" if is_blank else secrets.token_urlsafe(18) for name in FIRST_USERS}
 
 

@@ -188,9 +188,10 @@ def delete(tx: Transaction, webhook_id: int) -> None:
 def triggered(
     connection: sqlite3.Connection, kind: str, condition: str | None = None
 ) -> list[TriggeredWebhook]:
-    """Return the triggers of a type with their webhooks.
+    """Return the triggers of type ``kind``, each joined with its webhook.
 
-    ``kind`` is EXPERIMENT_STATE_CHANGE, TASK_LOG or CUSTOM. ``condition`` is the condition of the triggers; None means any.
+    ``kind`` is EXPERIMENT_STATE_CHANGE, TASK_LOG or CUSTOM. ``condition`` limits the result to triggers with exactly this
+    condition; None means any.
     """
     sql = (
         f"SELECT {_TRIGGERED} FROM webhook_triggers t JOIN webhooks w ON w.id = t.webhook_id "  # noqa: S608 - a constant
@@ -223,9 +224,10 @@ def next_events(connection: sqlite3.Connection) -> list[DueEvent]:
 def note_result(
     tx: Transaction, webhook_id: int, event_id: int, result: str, *, is_delivered: bool, retry_us: int | None
 ) -> None:
-    """Store the result (one line) of a delivery attempt.
+    """Store the result of a delivery attempt, one line of text, and update the queue.
 
-    ``retry_us`` is the time of the next attempt; None means no retry. No-op if the webhook was deleted concurrently.
+    If ``is_delivered``, or ``retry_us`` is None (no retry), the event is deleted. Otherwise ``retry_us`` is the time of the
+    next attempt. No-op if the webhook was deleted concurrently.
     """
     is_given_up = not is_delivered and retry_us is None
     if is_delivered or is_given_up:
@@ -251,7 +253,10 @@ class LineTrigger(TriggeredWebhook):
 
 
 def triggered_by_line(connection: sqlite3.Connection, task_id: str, trigger_id: int) -> LineTrigger | None:
-    """Return a log trigger with the task whose log matched it; None if one is deleted."""
+    """Return log trigger ``trigger_id``, joined with the task whose log it matched.
+
+    Returns None if the trigger or task ``task_id`` was deleted.
+    """
     sql = (
         f"SELECT {_TRIGGERED}, k.type AS task_type, k.trial_id, k.experiment_id, "  # noqa: S608 - a constant
         "c.workspace_id AS command_workspace "
@@ -271,7 +276,7 @@ def note_task(tx: Transaction, task_id: str, trigger_id: int) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NotifiedExperiment(Experiment):
-    """An experiment with the names that an event of a webhook contains."""
+    """An experiment with the names of its project and workspace, for webhook events."""
 
     project_name: str
     workspace_id: int

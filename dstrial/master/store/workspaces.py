@@ -95,10 +95,10 @@ def check_name(connection: sqlite3.Connection, name: str, own_id: int | None) ->
 
 
 def check_container_name(kind: str, name: str, where: str = "", *, is_taken: bool) -> None:
-    """Raise unless a workspace or project name is free and has 1 to 80 characters.
+    """Raise if the name of a workspace or project is blank, too long or taken.
 
-    ``kind`` is "workspace" or "project". ``is_taken`` says that another one has the name; ``where`` is then appended to the
-    message "KIND NAME exists".
+    A name has at most 80 characters. ``kind`` is "workspace" or "project". If ``is_taken``, another workspace or project has
+    the name. ``where`` follows "exists" in the error, for example " in this workspace".
     """
     if not name.strip() or len(name) > 80:
         raise InvalidError(

@@ -55,8 +55,9 @@ def rungs_of(
 ) -> list[Json]:
     """Return an ASHA search's brackets as JSON, each with its rungs, lowest first.
 
-    Each rung has ``units`` (its length in the time metric), the number of trials that reached it (``total``, also by outcome),
-    ``underWay`` (trials that train towards it), and ``entries`` (best trials with value and outcome).
+    Each rung has ``units`` (its length in the time metric) and ``total`` (the number of trials that reached the rung).
+    ``wentOn``, ``stopped``, ``finished`` and ``failed`` count these trials by outcome. ``underWay`` lists the trials that
+    train towards the rung. ``entries`` lists the best trials with value and outcome.
 
     Args:
         searcher: the searcher section of the config.
@@ -116,8 +117,9 @@ def _rungs(
 def _outcome(idx: int, top: int, value: float, reached: int, is_stopped: bool) -> str:
     """Return "went on", "failed", "finished" or "stopped" for a trial at rung ``idx``.
 
-    ``top`` is the highest rung of the bracket, ``reached`` the highest that the trial has reached. ``value`` is the metric's
-    value, ``_WORST`` if the trial failed at the rung.
+    "went on": the searcher did not stop the trial at this rung. "finished": the trial ended at the bracket's highest rung,
+    ``top``. ``reached`` is the highest rung that the trial has reached. ``value`` is the metric's value, or ``_WORST`` if the
+    trial failed at the rung.
     """
     if reached > idx or not is_stopped:
         return "went on"
@@ -151,9 +153,9 @@ async def get_checkpoints(request: ApiRequest) -> Json:
 
 
 async def get_config(request: ApiRequest) -> Json:
-    """Return an experiment's submitted config, and the values in effect with origins.
+    """Return an experiment's submitted config, and its effective values with origins.
 
-    Origins are, for example, the submitted config, the template or the defaults.
+    The origin of a value is, for example, the submitted config, the template or the defaults.
     """
     services = request.services
     row = await services.read(experiments.require, request.path_params["experiment_id"])
@@ -223,9 +225,9 @@ def _lines_of(start: tuple[bytes, int] | None) -> list[str]:
 
 
 async def get_difference(request: ApiRequest) -> Json:
-    """Return a unified diff from experiment ``other`` to the URL path's experiment.
+    """Return a unified diff from experiment ``other`` to the experiment in the URL.
 
-    ``kind`` is "effective" for the configs, "code" for the model definitions.
+    Query parameter ``kind`` is "effective" (compare the effective configs) or "code" (compare the model definitions).
     """
     services, kind = request.services, request.query("kind")
     if kind not in ("effective", "code"):

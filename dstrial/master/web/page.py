@@ -166,7 +166,10 @@ async def get_events(request: ApiRequest) -> Stream:
 
 
 def _below(path: str, depths: range) -> list[str]:
-    """Return route paths below ``path``, one for each number of further segments."""
+    """Return one route path for each of ``depths``: ``path`` and so many parameters.
+
+    For example, depth 2 appends ``/{part_0}/{part_1}``.
+    """
     return [path + "".join(f"/{{part_{idx}}}" for idx in range(depth)) for depth in depths]
 
 

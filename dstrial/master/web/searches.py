@@ -44,9 +44,10 @@ def search_of(label: str) -> str | None:
 
 
 def document_of(notes: str, *, is_live: bool = False) -> Json | None:
-    """Return the report of a dsat search that an experiment's notes contain.
+    """Return the report of a dsat search from an experiment's notes, or None.
 
-    With ``is_live`` it is the short one of a running search, else the final one. None if it is missing or invalid.
+    If ``is_live``, return the short report of a running search, else the final report. None means that the report is missing
+    or invalid.
     """
     if not notes.startswith(_NOTES_BEGIN):
         return None
@@ -71,8 +72,8 @@ def document_of(notes: str, *, is_live: bool = False) -> Json | None:
 def shown_rows(reported: Iterable[Json], experiments: Sequence[int], *, is_over: bool) -> list[Json]:
     """Return the rows of a dsat report as the page shows them.
 
-    If the search has ended (``is_over``), the state "running" becomes "not measured". Users can edit the notes that contain the
-    report, so an experiment id that is not in ``experiments``, those of the search, becomes None.
+    If the search has ended (``is_over``), the state "running" becomes "not measured". ``experiments`` are the ids of the
+    search's experiments. Any other id in a row becomes None, because users can edit the notes that contain the report.
     """
     return [
         {
@@ -91,7 +92,8 @@ def is_over(rows: Iterable[LabelledExperiment]) -> bool:
 def shown_state(rows: Sequence[LabelledExperiment], document: Mapping[str, Any] | None) -> str:
     """Return the state of a dsat search: RUNNING, COMPLETED, CANCELED or ERROR.
 
-    ``rows`` are the search's experiments. Once all have ended, the search's report ``document`` decides.
+    ``rows`` are the search's experiments. If any of them has not ended, the state is RUNNING. Otherwise the report
+    ``document`` determines the state or, without a report, the states of the experiments.
     """
     if not is_over(rows):
         return "RUNNING"
@@ -150,9 +152,7 @@ async def get_searches(request: ApiRequest) -> Json:
 
 
 def newest_document(experiments: Iterable[LabelledExperiment]) -> Json | None:
-    """Return the most complete report of a dsat search in its experiments' notes.
-
-    None if no notes have one.
+    """Return the most complete report in the notes of a search's experiments, or None.
 
     If a search was interrupted and continued, some of its experiments have outdated reports.
     """

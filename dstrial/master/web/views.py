@@ -41,9 +41,9 @@ def read_trials(
 
 
 def metrics_json(found: list[tuple[str, str]]) -> Json:
-    """Return (group, name) pairs of metrics as group -> names.
+    """Return metrics as JSON: ``groups`` maps group -> names.
 
-    ``more`` in the result tells whether the list was cut.
+    ``found`` are (group, name) pairs. ``more`` in the result is true if pairs beyond ``MAX_METRICS`` are left out.
     """
     groups: dict[str, list[str]] = {}
     for group, name in found[: overviews.MAX_METRICS]:
@@ -240,7 +240,11 @@ def _read_compared(
 
 
 async def get_compared(request: ApiRequest) -> Json:
-    """Return the trials in the query, and the best trial of each experiment in it."""
+    """Return trials to compare, with their experiments and metric names.
+
+    The trials are those in query parameter ``trials``, and the best trial of each experiment in ``experiments``. ``missing``
+    lists messages about ids without a trial.
+    """
     trials, found = request.query_ints("trials"), request.query_ints("experiments")
     if not 1 <= len(trials) + len(found) <= MAX_COMPARED:
         raise RequestError(

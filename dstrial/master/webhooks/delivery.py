@@ -50,7 +50,7 @@ TIMEOUT_S = 10.0  # per attempt, from connecting to the response's status
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _TOO_MANY = 429  # HTTP status that asks for a later attempt
 _MAX_RESULT = 200  # characters of an error's text
-_MAX_THREADS = 64  # requests at a time, with those that were given up
+_MAX_THREADS = 64  # concurrent requests, including requests that were abandoned at a timeout
 _POLL_S = 0.1  # period of checks whether an attempt or a thread has ended
 
 RETRY_S = (1.0, 10.0)
@@ -85,7 +85,11 @@ class Sender:
         self._ended = threading.Event()
 
     def post(self, url: str, body: bytes) -> DeliveryResult | None:
-        """Send a signed JSON body once; return the result, None if the master shuts down."""
+        """Make one attempt to send a signed JSON body, and return its result.
+
+        Returns None if the master shuts down. If too many earlier requests hang, nothing is sent, and the result allows a
+        retry.
+        """
         if self._ended.is_set():
             return None
         if not self._threads.acquire(blocking=False):
@@ -164,9 +168,9 @@ def signature(key: str, timestamp_s: int, body: bytes) -> str:
 
 
 def send_event(services: Services, url: str, kind: str, event: Mapping[str, Any]) -> DeliveryResult | None:
-    """Send a stored event once; return the result, None if the master shuts down.
+    """Make one attempt to send a stored event, and return the attempt's result.
 
-    ``kind`` is the webhook's type, SLACK or DEFAULT.
+    Returns None if the master shuts down. ``kind`` is the webhook's type, SLACK or DEFAULT.
     """
     settings = services.settings
     body = body_of(event, kind, node=services.agent_id, pool=settings.pool_name, base_url=settings.base_url)
@@ -196,7 +200,7 @@ def _result_of(status: int) -> DeliveryResult:
 
 
 class Delivery:
-    """Sends queued events, to each webhook one at a time in a thread of its own.
+    """Sends queued events; each webhook has at most one thread, which sends one event.
 
     Delivery is at least once: after a crash of the master, an event may be sent again, with the same ``event_id``.
     """

@@ -1,4 +1,7 @@
-"""Enqueue webhook events in the transaction that causes them; match lines of logs."""
+"""Enqueue webhook events in the transactions that cause them.
+
+``LogTriggers`` finds log lines that match the patterns of webhooks.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def _compiled(rows: Iterable[webhooks.TriggeredWebhook]) -> Iterator[tuple[int, 
 def first_matches(patterns: Iterable[tuple[K, Any]], texts: Sequence[str]) -> list[tuple[K, str]]:
     """Return (key, first matching text) for each pattern that matches a text.
 
-    RE2 searches in linear time: half a MiB takes about 40 ms with 50 patterns.
+    ``patterns`` are (key, compiled RE2 pattern). RE2 searches in linear time: half a MiB takes about 40 ms with 50 patterns.
     """
     joined = "\n".join(texts)
     found = []
@@ -62,7 +65,7 @@ class LogTriggers:
     def find(self, lines: Iterable[str]) -> list[tuple[int, str]]:
         """Return (trigger id, first matching line) of each trigger that matches a line.
 
-        Do not call it inside ``Database.read``: it may open its own read transaction.
+        Do not call this method inside ``Database.read``, because the method may open a read transaction.
         """
         patterns = self._current()
         return first_matches(patterns, [line.rstrip("\r\n") for line in lines]) if patterns else []
@@ -126,7 +129,10 @@ def notify_alert(
 
 
 def notify_lines(tx: Transaction, task_id: str, matches: Iterable[tuple[int, str]]) -> None:
-    """Enqueue events for (trigger id, matching line): one per task and trigger."""
+    """Enqueue an event for each (trigger id, matching line) of a task's log.
+
+    A trigger fires only once per task; later matches are ignored.
+    """
     for trigger_id, line in matches:
         _notify_line(tx, task_id, trigger_id, line)
 
@@ -161,7 +167,10 @@ def _notify_line(tx: Transaction, task_id: str, trigger_id: int, line: str) -> N
 
 
 def _new_event(kind: str) -> dict[str, Any]:
-    """Return the fields that every new event has; retries keep its id and time."""
+    """Return the fields that every event has: a new id, the type and the current time.
+
+    Retries send the stored event, with the same id and time.
+    """
     return {"event_id": str(uuid.uuid4()), "type": kind, "timestamp": int(time.time())}
 
 
@@ -180,9 +189,10 @@ def _facts(row: webhooks.NotifiedExperiment) -> dict[str, Any]:
 
 
 def _is_notified(row: webhooks.TriggeredWebhook, workspace_id: int, choice: WebhookChoice | None) -> bool:
-    """Return whether a webhook receives an event of a workspace.
+    """Return whether a webhook receives an event of workspace ``workspace_id``.
 
-    ``choice`` is from the experiment's config, None for a task without an experiment. Source: Determined 0.38.1 ``matchWebhook``.
+    ``choice`` is from the experiment's config; None for a task without an experiment. Source: Determined 0.38.1
+    ``matchWebhook``.
     """
     if choice is not None and choice.excludes:
         return False
@@ -199,7 +209,10 @@ def _cut(text: str, limit: int) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WebhookChoice:
-    """The webhooks that a config selects; with ``excludes``, it selects none."""
+    """The webhooks that an experiment config selects, by id or name.
+
+    If ``excludes`` is true, no webhook receives events of the experiment.
+    """
 
     ids: frozenset[int] = frozenset()
     names: frozenset[str] = frozenset()

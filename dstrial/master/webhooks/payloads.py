@@ -154,6 +154,9 @@ def _text(text: str, kind: str = "mrkdwn") -> dict[str, Any]:
 
 
 def _escaped(text: str, limit: int = _SLACK_TEXT // 2) -> str:
-    """Escape text for Slack, so that ``<!channel>`` notifies nobody; cut it."""
+    """Truncate text to ``limit`` characters, and escape it for Slack.
+
+    Escaped text such as ``<!channel>`` notifies nobody.
+    """
     short = text if len(text) <= limit else f"{text[:limit]}…"
     return _TO_ESCAPE.sub(lambda match: _ESCAPED[match[0]], short)

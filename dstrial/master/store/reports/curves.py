@@ -23,9 +23,8 @@ def curve(
 ) -> tuple[list[int], list[int], list[float]]:
     """Return all values of a metric as three lists: batches, times (us), values.
 
-    The lists are sorted by batch. Reports without a batch are skipped,
-    and so are archived reports, whose batches a later run has repeated. Values that are not numbers are skipped too; NaN and
-    infinity count as numbers.
+    The lists are sorted by batch. Reports without a batch are skipped. Archived reports, whose batches a later run repeats,
+    are skipped too. So are values that are not numbers; NaN and infinity count as numbers.
     """
     cursor = connection.execute(
         f"SELECT steps, end_us, j.value FROM metrics m CROSS JOIN json_each(m.metrics) j WHERE {_WHERE} "  # noqa: S608 - constants
@@ -40,11 +39,14 @@ def curve(
 
 
 def downsample(ys: Sequence[float], max_points: int) -> list[int]:
-    """Return indices of at most ``max_points`` points that show a curve's shape.
+    """Return sorted indices of up to ``max_points`` points that show a curve's shape.
 
-    ``ys`` are the values of the curve, which is split into equal parts. The result is sorted, and has the minimum and maximum
-    of each part, the first and last point, and the first NaN, inf and -inf. A part without finite values has one point, which
-    appears as a gap.
+    ``ys`` are the values of the curve. If there are too many, the curve is split into equal parts. The result then has the
+    first and last point, the first NaN, inf and -inf, and the minimum and maximum of each part. A part without finite values
+    has one point, so that plots show a gap.
+
+    Raises:
+        ValueError: ``max_points`` is less than 1.
     """
     if max_points < 1:
         raise ValueError(f"max_points is {max_points}; expected at least 1. Ask for more.")
@@ -101,8 +103,8 @@ def by_rank(
 ) -> tuple[list[int], list[int], list[list[float | None]]]:
     """Return a telemetry metric as three lists: batches, times (us), values by rank.
 
-    ``values[i][rank]`` is None if missing. If there are more than ``MAX_REPORTS`` reports, an evenly spaced subset with the
-    first and the last report is returned.
+    The third list has one list per report, with one value per rank; None if missing. If there are more than ``MAX_REPORTS``
+    reports, the lists contain an evenly spaced subset, with the first and the last report.
     """
     steps: list[int] = []
     times: list[int] = []

@@ -153,7 +153,10 @@ def _add_warning(tx: Transaction, owner: LogOwner, text: str) -> None:
 
 
 def _size_of(tx: Transaction, owner: LogOwner) -> tuple[int, bool]:
-    """Return the size of a log in bytes, and whether its oldest lines were deleted."""
+    """Return (size in bytes, whether oldest lines were deleted) of a log.
+
+    A log without a row in ``log_sizes`` gets one.
+    """
     sql = f"SELECT num_bytes, is_cut FROM log_sizes WHERE {owner.condition}"  # noqa: S608 - one of two
     row = tx.execute(sql, (owner.value,)).fetchone()
     if row is None:
@@ -337,9 +340,10 @@ _DAYS = "COALESCE(trials.log_retention_days, experiments.log_retention_days, :de
 
 
 def forget_old(tx: Transaction, default_days: int | None) -> int:
-    """Delete expired logs and uploaded files of commands; return the count of lines.
+    """Delete expired logs and expired uploads of commands; return the number of lines.
 
-    ``default_days`` is the retention if neither the trial nor its experiment sets one; None and -1 mean forever.
+    The result counts deleted log lines. ``default_days`` is the retention if neither the trial nor its experiment sets one;
+    None and -1 mean forever.
     """
     values = {"default": -1 if default_days is None else default_days, "now": now_us(), "day": _DAY_US}
     of_trials = (

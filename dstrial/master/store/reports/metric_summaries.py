@@ -36,7 +36,7 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 def add(tx: Transaction, trial: Trial, group: str, values: Mapping[str, Any]) -> None:
     """Update a trial's summaries with ``values``, the metrics of a new report.
 
-    New names beyond ``MAX_NAMES`` get no summary; a warning is logged when the limit is reached.
+    New names beyond ``MAX_NAMES`` get no summary. When the limit is reached, a warning is added to the trial's log.
     """
     before = _summaries(tx.connection, trial.id, group, values)
     new = [name for name in values if name not in before]

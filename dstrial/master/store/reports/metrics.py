@@ -1,7 +1,7 @@
 """Store metric reports, and update each trial's best and latest validation.
 
-Every statement needs a literal ``steps >= 0`` or ``steps < 0``. Without one, SQLite does not use the partial indexes and scans
-the reports of all trials.
+Every SQL statement on ``metrics`` needs a literal condition ``steps >= 0`` or ``steps < 0``. Otherwise SQLite cannot use the
+partial indexes, and scans the reports of all trials.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def add_report(
 ) -> bool:
     """Store a report and update the trial's summaries and best and latest validation.
 
-    ``steps`` is the number of completed batches, None for a profiling report. A repeated report is a no-op, and new metrics of
-    a stored batch are merged into its report. A run's first report archives the older runs' reports of batches that the run
-    repeats. Returns whether the report contains anything new.
+    ``steps`` is the number of completed batches; None for a profiling report. If the run has already reported this batch and
+    group, new metrics are added to the stored report. Equal metrics are ignored. The first report of a run archives the
+    reports of older runs whose batches the run repeats. Returns False if the report contains nothing new.
 
     Raises:
         StoreError: the report is of an older run, or a metric differs from its stored value.
@@ -109,9 +109,10 @@ def _insert(
 
 
 def _begin_run(tx: Transaction, trial: Trial, steps: int) -> bool:
-    """At a run's first report, archive reports of older runs that the run repeats.
+    """Archive older runs' reports that a run repeats, at the first report of the run.
 
-    ``steps`` is the batch of the report. Returns whether any report was archived.
+    A run repeats the batches after the checkpoint from which its allocation started. ``steps`` is the batch of the report, and
+    is used for detached runs only. Returns whether any report was archived.
     """
     trial_id, run_id = trial.id, trial.run_id
     if trial.heartbeat_us is not None:
@@ -126,9 +127,9 @@ def _begin_run(tx: Transaction, trial: Trial, steps: int) -> bool:
 
 
 def _begin_detached_run(tx: Transaction, trial_id: int, run_id: int, steps: int) -> bool:
-    """At a detached run's first report, archive older runs' reports from its batch on.
+    """Archive older runs' reports from batch ``steps`` on, at a run's first report.
 
-    ``steps`` is the batch of the report. Returns whether any report was archived.
+    ``steps`` is the batch of that first report. Returns whether any report was archived.
     """
     # The run's first batch is unknown until its first report: a detached run need not resume from its checkpoint.
     known = "SELECT 1 FROM metrics WHERE trial_id = ? AND run_id = ? AND steps >= 0 LIMIT 1"
@@ -156,8 +157,8 @@ def _merge(
 def archive_beyond(tx: Transaction, trial_id: int, run_id: int, steps: int) -> bool:
     """Archive the reports after batch ``steps`` of a trial's runs before ``run_id``.
 
-    Run ``run_id`` repeats these batches. The trial's summaries and best validation are computed again without archived reports.
-    Returns whether any report was archived.
+    Run ``run_id`` repeats these batches. If any report was archived, the trial's number of batches is set to ``steps``. Its
+    summaries and best validation are then recomputed from the other reports. Returns whether any report was archived.
     """
     cursor = tx.execute(
         "UPDATE metrics SET archived = 1 WHERE trial_id = ? AND run_id < ? AND steps > ? AND archived = 0 AND steps >= 0",
@@ -205,7 +206,7 @@ def _record_validation(
 
 
 def update_best_of_experiment(tx: Transaction, trial_id: int) -> None:
-    """Store which trial of an experiment is best; ``trial_id`` is one of them."""
+    """Update the best trial of the experiment to which trial ``trial_id`` belongs."""
     experiment = tx.execute(
         "SELECT id, smaller_is_better FROM experiments WHERE id = (SELECT experiment_id FROM trials WHERE id = ?)",
         (trial_id,),
@@ -244,7 +245,8 @@ def report_keys(connection: sqlite3.Connection, trial_id: int) -> list[tuple[int
 def report_ids(connection: sqlite3.Connection, trial_id: int, group: str | None) -> array[int]:
     """Return ids of a trial's reports in batch order, without archived reports.
 
-    A report is archived if a later run repeats its batch. Profiling reports, which have no batch, come first.
+    ``group`` None means all groups. A report is archived if a later run repeats its batch. Profiling reports, which have no
+    batch, come first.
     """
     condition = "" if group is None else " AND group_name = ?"
     values = (trial_id, *(() if group is None else (group,)))
@@ -260,9 +262,9 @@ def report_ids(connection: sqlite3.Connection, trial_id: int, group: str | None)
 
 
 def some_reports(connection: sqlite3.Connection, ids: Sequence[int]) -> list[Report]:
-    """Return the first reports of ``ids`` that fit in a stream message, at least one.
+    """Return reports from the start of ``ids``, as many as fit in a stream message.
 
-    Skips reports that were deleted concurrently.
+    A report that alone exceeds the limit is returned alone. Reports that were deleted concurrently are skipped.
     """
     found: list[Report] = []
     num_chars = 0
@@ -279,7 +281,7 @@ def some_reports(connection: sqlite3.Connection, ids: Sequence[int]) -> list[Rep
 def reports(connection: sqlite3.Connection, trial_ids: Collection[int], group: str | None) -> list[Report]:
     """Return at most ``_MAX_REPORTS`` reports of trials, by trial id, then batch.
 
-    Reports of batches that a later run of the trial repeats are left out.
+    ``group`` None means all groups. Archived reports, whose batches a later run of the trial repeats, are left out.
     """
     taken: list[Report] = []
     for trial_id in sorted(trial_ids):
@@ -291,7 +293,10 @@ def reports(connection: sqlite3.Connection, trial_ids: Collection[int], group: s
 
 
 def every_report(connection: sqlite3.Connection, trial_id: int, group: str | None = None) -> Iterator[Report]:
-    """Yield a trial's reports in batch order, except batches that a later run repeats."""
+    """Yield a trial's reports in batch order, without profiling and archived reports.
+
+    ``group`` None means all groups. A report is archived if a later run repeats its batch.
+    """
     condition = "" if group is None else " AND group_name = ?"
     yield from fetch_each(
         Report,

@@ -173,7 +173,10 @@ def list_experiments(
     offset: int = 0,
     limit: int = -1,
 ) -> list[ListedExperiment]:
-    """Return a page of experiments, sorted by id or ``sort_by`` ("SORT_BY_NAME" etc.)."""
+    """Return a page of experiments, sorted by id or ``sort_by`` ("SORT_BY_NAME" etc.).
+
+    An unknown ``sort_by`` sorts by id. ``limit`` -1 means no limit.
+    """
     where = _where(wanted)
     order = _order_by(_EXPERIMENT_ORDER.get(sort_by or "", "e.id"), "e.id", is_descending=is_descending)
     page = f"SELECT e.id FROM experiments e {where.sql} {order} LIMIT ? OFFSET ?"  # noqa: S608 - constants
@@ -186,7 +189,7 @@ def _of_page(select: str, id_column: str, page: str, order: str) -> str:
 
 
 def _order_by(column: str, id_column: str, *, is_descending: bool) -> str:
-    """Return an ORDER BY clause that sorts NULL last and can use an index."""
+    """Return an ORDER BY clause that sorts NULL last and breaks ties by id."""
     if is_descending:
         return f"ORDER BY {column} DESC, {id_column} DESC"
     nulls = "" if column == id_column else f"{column} IS NULL, "
@@ -217,7 +220,10 @@ def list_trials(
     offset: int = 0,
     limit: int = -1,
 ) -> list[ListedTrial]:
-    """Return a page of trials; durations of active allocations end at ``now_us``."""
+    """Return a page of trials, sorted by id or ``sort_by`` ("SORT_BY_..." values).
+
+    An unknown ``sort_by`` sorts by id. ``limit`` -1 means no limit. Durations of active allocations end at ``now_us``.
+    """
     where = Conditions()
     where.need_equal("t.id", trial_id)
     where.need_equal("t.experiment_id", experiment_id)

@@ -200,7 +200,7 @@ def num_live_allocations(state: StateDirectory) -> int:
 
 
 def num_pending_jobs(state: StateDirectory) -> int:
-    """Count pending background jobs that delete files."""
+    """Count pending background jobs of all kinds."""
     return _query_number(state, "SELECT COUNT(*) FROM work")
 
 

@@ -94,7 +94,10 @@ def experiments(connection: sqlite3.Connection, ids: Sequence[int] = ()) -> list
 def trials(
     connection: sqlite3.Connection, ids: Sequence[int] = (), experiment_id: int | None = None
 ) -> list[Json]:
-    """Return trials (``ids`` or an experiment's) by id; secrets are not masked."""
+    """Return trials, sorted by id; secrets are not masked.
+
+    Filters by ``ids`` unless empty, and by ``experiment_id`` unless None. Without both, the result is empty.
+    """
     where = Conditions()
     where.need_equal("t.experiment_id", experiment_id)
     if ids or experiment_id is None:
