@@ -222,8 +222,8 @@ def judge(outcome: LaunchOutcome, status: Mapping[str, object]) -> Verdict:
 def judge_search(followed: FollowResult) -> Verdict:
     """Return how a search ended: COMPLETED if the experiment completed, else STOPPED.
 
-    The reason is the stop signal or the experiment's state. Failures of trials are not considered; ``judge_experiment`` adds
-    them.
+    The verdict's ``reason`` is the signal that stopped the command (SIGINT, SIGTERM), else the experiment's state. Failures of
+    trials are not considered; ``judge_experiment`` adds them.
     """
     state = "deleted" if followed.view is None else followed.view.state.lower()
     if state == "completed":

@@ -117,9 +117,10 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
 
 
 def _unknown_key(config: Any, path: KeyPath, label: str) -> ConfigProblem | None:
-    """Return a problem if ``path`` is a missing hyperparameter or key of ``data``.
+    """Return a problem if ``hyperparameters`` or ``data`` has no key ``path``.
 
-    Returns None for existing keys, for keys of other sections, and for keys that the check of the config validates.
+    Returns None for keys of other sections. Keys of dstrial, DeepSpeed and search spaces also give None: ``load_experiment``
+    checks them. ``label`` names the config in the message.
     """
     section = value_at(config, path[:1])
     if len(path) < 2 or path[0] not in _FREE:

@@ -95,9 +95,10 @@ def import_all(deadline_s: float) -> Libraries:
 
 
 def read_probe(output: str, errors: str, return_code: int | None, deadline_s: float) -> Libraries:
-    """Parse standard output and error of the process that imports the libraries.
+    """Return which of torch, DeepSpeed and dstrial could be imported, with versions.
 
-    ``return_code`` is None if the process was killed at the deadline.
+    ``output`` and ``errors`` are the standard output and error of the process that imported the libraries. ``return_code`` is
+    None if the process was killed after ``deadline_s`` seconds; the library that it was importing then counts as failed.
     """
     current = ""
     values: dict[str, dict[str, Any]] = {}

@@ -90,7 +90,7 @@ class Target:
 
     @classmethod
     def here(cls) -> Target:
-        """Return 1 or 2 accelerators of this machine; 2 CPU ranks if it has none."""
+        """Return what a proof trains on: up to 2 accelerators, or 2 CPU ranks if none."""
         try:
             hardware = within(30.0, devices.measure)
         except NoAnswerError as error:

@@ -318,7 +318,7 @@ class Space:
         return dataclasses.replace(self.sizes, is_pipeline=self.sizes.has_pipeline_engine, **changed)
 
     def config(self, candidate: Candidate) -> dict[str, Any]:
-        """Return a configuration's DeepSpeed config, without keys its ZeRO stage ignores."""
+        """Return the DeepSpeed config of ``candidate``, without keys its stage ignores."""
         merged = merge_deepspeed(self.base, candidate.overwrite())
         drop_dead_keys(merged, candidate.stage)
         return merged

@@ -149,9 +149,9 @@ def remove_probe(path: str, made: list[str]) -> None:
 
 
 def read_probe(path: str) -> dict[str, Any]:
-    """Return a dict with the ``word`` in a file of ``write_probe``.
+    """Read a file that ``write_probe`` wrote on a shared file system.
 
-    If all retries fail, return a dict with the text ``error``.
+    Returns ``{"word": content}``, or ``{"error": message}`` if all retries fail.
     """
     for _ in range(10):
         try:

@@ -209,8 +209,8 @@ class CheckpointLoader:
     ) -> None:
         """Convert the content of ``dstrial_rank<r>.pt`` to this run's rank layout.
 
-        ``state``, the content, is changed in place. ``saved_size`` is the number of ranks that wrote the checkpoint. ``source``
-        is the saved rank whose random states this rank continues. If that rank was not saved, ``random_states`` becomes None.
+        ``path`` is the checkpoint, and ``state`` the file's content, which is changed in place. ``saved_size`` ranks wrote the
+        checkpoint. This rank continues the random states of the saved rank ``source``; if there were fewer ranks, it gets none.
         """
         # The files are memory-mapped, because only a small part of other ranks' state is used.
         states = [read_rank_state(path, rank, trusts_code=self._is_trusted) for rank in range(saved_size)]

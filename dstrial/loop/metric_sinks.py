@@ -299,7 +299,10 @@ class ReportWriter:
         return f"{type(self._error).__name__}: {self._error}".splitlines()[0]
 
     def take_error(self) -> BaseException | None:
-        """Return the first job failure, which the caller must raise; None in later calls."""
+        """Return the exception of the first report that failed; the caller must raise it.
+
+        None if no report has failed, or if an earlier call has returned the exception.
+        """
         error = None if self._is_raised else self._error
         self._is_raised = self._is_raised or error is not None
         return error

@@ -1,7 +1,7 @@
-"""Measure one rank's training; write telemetry reports on rank 0.
+"""Measure a rank's time, memory and FLOPs; on rank 0, write those of all ranks.
 
-Measuring neither synchronises devices nor communicates. The training loop sends the ranks' samples to rank 0, together with the
-metrics of a report.
+Measuring neither synchronises devices nor communicates. The training loop sends the measurements of all ranks to rank 0, in the
+same message as the training metrics that it reports.
 """
 
 from __future__ import annotations
