@@ -78,7 +78,7 @@ def main(args: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointSource:
-    """The checkpoint that a CHECKPOINT argument names, its run and the master's record."""
+    """The checkpoint of a CHECKPOINT argument, its run and the master's record of it."""
 
     path: Path  # absolute
     run_directory: RunDirectory | None = None  # None outside of a run, where no completion mark is needed
