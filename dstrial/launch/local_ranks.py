@@ -30,6 +30,7 @@ from dstrial.launch.failures import (
     write_record,
 )
 from dstrial.launch.output import LineReader, OnLine, Stream
+from dstrial.launch.slots import threads_per_rank
 from dstrial.launch.stalls.diagnosis import StallSettings
 from dstrial.launch.stalls.watch import POLL_S, StallWatch, WatchedRanks
 from dstrial.launch.start_watch import watched_start
@@ -97,11 +98,11 @@ def run_ranks(
 ) -> LaunchOutcome:
     """Start a command as ``num_ranks`` ranks on this machine and wait for all of them.
 
-    The first SIGINT, SIGTERM or SIGHUP to this process is forwarded as SIGTERM to the ranks, but not to their children; a later
-    SIGINT kills the ranks. Signals are handled only in the main thread. The terminal's Ctrl-C does not reach the ranks. When a
-    rank exits, its remaining children are killed. ``OMP_NUM_THREADS`` is 1 for several ranks unless set. Ranks of a job on one
-    machine use a private rendezvous file, loopback (unless ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` are set) and a
-    shared secret (``DSTRIAL_SECRET``).
+    The first SIGINT, SIGTERM or SIGHUP to this process is forwarded as SIGTERM to the ranks, but not to their children; a
+    later SIGINT kills the ranks. Signals are handled only in the main thread. The terminal's Ctrl-C does not reach the ranks.
+    When a rank exits, its remaining children are killed. For several ranks, ``OMP_NUM_THREADS`` is ``threads_per_rank()``
+    unless set. Ranks of a job on one machine use a private rendezvous file, loopback (unless ``GLOO_SOCKET_IFNAME`` and
+    ``NCCL_SOCKET_IFNAME`` are set) and a shared secret (``DSTRIAL_SECRET``).
 
     Args:
         command: program and arguments, not interpreted by a shell.
@@ -219,7 +220,7 @@ def _rank_variables(env: Mapping[str, str], placement: Placement, *, is_redirect
         # If ranks share an output, this is not set: unbuffered print() writes line and newline separately, so lines would mix.
         defaults["PYTHONUNBUFFERED"] = "1"
     if sum(placement.ranks_by_node) > 1:
-        defaults["OMP_NUM_THREADS"] = "1"
+        defaults["OMP_NUM_THREADS"] = str(threads_per_rank(placement.num_ranks))
     if placement.num_nodes > 1:
         defaults["DET_CHIEF_IP"] = placement.master_addr
     unset = {name: value for name, value in defaults.items() if name not in os.environ}

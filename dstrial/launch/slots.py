@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import glob
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from dstrial.errors import LaunchError
 from dstrial.local.script_variables import HPARAMS_VARIABLE
-from dstrial.ranks.identity import RankIdentity, identify
+from dstrial.ranks.identity import RankIdentity, identify, may_have_accelerator
 
 if TYPE_CHECKING:
     from determined import ClusterInfo
@@ -26,8 +25,6 @@ _CLUSTER_PORT_VARIABLE = "C10D_PORT"
 _CLUSTER_PORT = 29400
 _CLUSTER_VARIABLES = ("DET_ALLOCATION_ID", "DET_CLUSTER_ID", "DET_TRIAL_ID")
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE")
-# Files in /dev of accelerators' drivers; without any of them, torch is not imported to count accelerators.
-_DEVICE_FILES = ("nvidia*", "kfd", "dri/renderD*", "accel*", "davinci*", "hl[0-9]*", "xpu*", "neuron*", "dxg")
 
 
 def slots_argument(text: str) -> int:
@@ -51,13 +48,21 @@ def is_on_cluster(environ: Mapping[str, str]) -> bool:
     return HPARAMS_VARIABLE not in environ and any(name in environ for name in _CLUSTER_VARIABLES)
 
 
+def threads_per_rank(num_ranks: int) -> int:
+    """Return the default ``OMP_NUM_THREADS`` of ``num_ranks`` ranks on one machine.
+
+    Ranks with an accelerator divide the processor cores, because the optimizer of offloaded state (DeepSpeed's CPUAdam) uses
+    OpenMP. Ranks on the CPU get one thread each, as under torchrun and in a master's slot.
+    """
+    return max(len(os.sched_getaffinity(0)) // num_ranks, 1) if may_have_accelerator() else 1
+
+
 def num_accelerators() -> int:
     """Return the number of accelerators; 0 if DeepSpeed will train on the CPU.
 
     Imports torch if there may be an accelerator.
     """
-    chosen = os.environ.get("DS_ACCELERATOR")
-    if chosen == "cpu" or not (chosen or any(glob.glob(f"/dev/{name}") for name in _DEVICE_FILES)):  # noqa: PTH207  # pathlib is slower
+    if not may_have_accelerator():
         return 0
     from dstrial.ranks.process_group import has_accelerator, num_torch_accelerators
 

@@ -7,6 +7,8 @@ Slurm's ``srun``, then Open MPI's ``mpirun``. If none are set, the process is a 
 from __future__ import annotations
 
 import dataclasses
+import glob
+import os
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Literal, NoReturn
@@ -23,6 +25,9 @@ DEVICE_VARIABLE = "DSTRIAL_LOCAL_RANK"
 
 SHARE_VARIABLE = "DSTRIAL_SHARE_DEVICE"
 """Environment variable: ``1`` allows several ranks on one accelerator, over gloo, for tests and small experiments."""
+
+# Files in /dev of accelerators' drivers; without any of them, torch is not imported to count accelerators.
+_DEVICE_FILES = ("nvidia*", "kfd", "dri/renderD*", "accel*", "davinci*", "hl[0-9]*", "xpu*", "neuron*", "dxg")
 
 # Below Linux's default ephemeral range (32768-60999), so that no outgoing connection takes the port
 # before rank 0 binds it. The default ports 29400 (torchrun) and 29500 (torch, DeepSpeed) are excluded.
@@ -357,3 +362,11 @@ def _validated(identity: RankIdentity, view: _EnvView) -> RankIdentity:
             "Correct the variables, or unset them all to run a single rank.",
         )
     return identity
+
+
+def may_have_accelerator() -> bool:
+    """Return False if DeepSpeed will certainly train on the CPU; import no torch."""
+    chosen = os.environ.get("DS_ACCELERATOR")
+    if chosen:
+        return chosen != "cpu"
+    return any(glob.glob(f"/dev/{name}") for name in _DEVICE_FILES)  # noqa: PTH207  # pathlib is slower

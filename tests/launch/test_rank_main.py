@@ -14,6 +14,7 @@ import warm_start
 from dstrial.errors import LaunchError
 from dstrial.launch.failures import read_record
 from dstrial.launch.rank_main import script_command, trial_command
+from dstrial.launch.slots import cluster_placement, threads_per_rank
 
 
 def test_trial_command_has_absolute_paths_and_all_options(
@@ -112,7 +113,6 @@ def test_cluster_placement_uses_first_container_address(monkeypatch: pytest.Monk
     from determined import _info
 
     from dstrial.launch.local_ranks import Placement
-    from dstrial.launch.slots import cluster_placement
 
     def info(addresses: list[str], rank: int) -> determined.ClusterInfo:
         return determined.ClusterInfo(
@@ -153,3 +153,15 @@ def test_error_of_50_megabytes_is_truncated(raised: str, tmp_path: Path) -> None
     assert re.search(r"a \[… 74,9\d\d,\d\d\d bytes are cut …\] é", found.text)
     assert not whole.exists() or whole.stat().st_size < 2**21
     assert "sys.exit" in raised or len(ended.stderr.decode()) < 70_000
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "num_ranks", "expected"), [("cpu", 2, 1), ("cuda", 2, 8), ("cuda", 3, 5), ("cuda", 32, 1)]
+)
+def test_ranks_with_accelerators_share_cores(
+    monkeypatch: pytest.MonkeyPatch, accelerator: str, num_ranks: int, expected: int
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", accelerator)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(16)))
+
+    assert threads_per_rank(num_ranks) == expected

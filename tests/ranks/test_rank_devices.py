@@ -73,15 +73,16 @@ def test_num_slots_defaults_to_device_count(monkeypatch: pytest.MonkeyPatch) -> 
     import torch
 
     from dstrial.launch import slots
+    from dstrial.ranks import identity
 
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    monkeypatch.setattr(slots.glob, "glob", lambda path: [path] if "nvidia" in path else [])
+    monkeypatch.setattr(identity.glob, "glob", lambda path: [path] if "nvidia" in path else [])
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)  # which would ask NVML
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     assert slots.num_slots(None, None) == 4
     assert (slots.num_slots(None, 3), slots.num_slots(2, 3)) == (3, 2)
-    monkeypatch.setattr(slots.glob, "glob", lambda _path: [])
+    monkeypatch.setattr(identity.glob, "glob", lambda _path: [])
     assert slots.num_slots(None, None) == 1
 
 

@@ -31,6 +31,7 @@ from dstrial.fork_server.fork import Program
 from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import RUNS_DIR_VARIABLE
 from dstrial.local.script_variables import HPARAMS_VARIABLE, RESULT_VARIABLE
+from dstrial.ranks.identity import may_have_accelerator
 
 _MAX_ATTEMPTS = 2  # a trial during which the search was killed so often counts as out of memory
 _IMPORT_TIMEOUT_S = 60.0  # for the fork server to import torch
@@ -151,7 +152,10 @@ class LocalBackend:
         directory.mkdir(parents=True, exist_ok=True)
         config_path = directory / "experiment.yaml"
         write_config(config_path, spec.config)
+        # A rank on the CPU trains with one thread, as in a slot of the master of `dstrial run`.
+        threads = {} if may_have_accelerator() else {"OMP_NUM_THREADS": "1"}
         variables = {
+            **threads,
             **os.environ,
             **self._settings.experiment.environment_variables,
             RUNS_DIR_VARIABLE: str(directory / "runs"),
