@@ -54,6 +54,11 @@ def as_mapping(returned: Any, where: str) -> Mapping[str, Any]:
     )
 
 
+def as_numpy(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of metrics, with tensors as NumPy arrays; synchronise devices."""
+    return {k: v.cpu().numpy() if isinstance(v, torch.Tensor) else v for k, v in metrics.items()}
+
+
 def copied(value: Any) -> Any:
     """Return a deep copy of a value; the value itself if it cannot be copied."""
     if type(value) in _IMMUTABLE:

@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from determined import pytorch, util
+from determined import util
 
 from dstrial.loop import sync_point
 from dstrial.loop.background_save import SaveStatus
 from dstrial.loop.boundaries import asks_for_checkpoint
 from dstrial.loop.checkpoint_saver import CheckpointSaver
 from dstrial.loop.metric_sinks import MetricSink, MetricSinks, ReportWriter
-from dstrial.loop.metrics import MetricTotals, combine, copied
+from dstrial.loop.metrics import MetricTotals, as_numpy, combine, copied
 from dstrial.loop.non_finite import NonFiniteGuard, StepCounts
 from dstrial.loop.run_state import RunState
 from dstrial.loop.sync_point import StopReason, SyncPoints
@@ -218,7 +218,7 @@ class ReportExchange:
     def _report(self, averages: dict[str, Any], batches: int) -> None:
         if self._training_reducers:
             reduced = self._context.reduce_metrics(for_training=True)
-            averages.update(pytorch._convert_metrics_to_numpy(reduced))
+            averages.update(as_numpy(reduced))
         if not self._callbacks.is_empty:
             with heartbeat().during(Phase.CALLBACK, batches):
                 self._callbacks.call(

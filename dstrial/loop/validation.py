@@ -119,7 +119,7 @@ class Validation:
         try:
             with torch.no_grad():
                 results, num_records = self._full_dataset() if self._on_chief_only else self._by_batches()
-                results.update(_as_numpy(context.reduce_metrics(for_training=False)))
+                results.update(loop_metrics.as_numpy(context.reduce_metrics(for_training=False)))
         finally:
             for adapter in self._runtime.adapters:
                 adapter.bind_validation_round(None, None)
@@ -139,7 +139,7 @@ class Validation:
                     "evaluate_full_dataset: eval() must return a dictionary from metric name to value, got "
                     f"{type(returned).__name__}. Return a dict."
                 )
-            return _as_numpy(returned)
+            return loop_metrics.as_numpy(returned)
 
         distributed = self._context.distributed
         results = sync_point.result_of_chief(distributed, "evaluate_full_dataset", evaluate)
@@ -214,12 +214,6 @@ class Validation:
                 "every metric. Add it, or return one reducer for all."
             )
         return chosen[name]
-
-
-def _as_numpy(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of metrics in which tensors are NumPy arrays."""
-    converted: dict[str, Any] = pytorch._convert_metrics_to_numpy(dict(metrics))
-    return converted
 
 
 def _require_numbers(values: Mapping[str, float | None]) -> None:
