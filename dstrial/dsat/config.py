@@ -215,14 +215,14 @@ def _space_value_problems(flags: SearchFlags, space: Space) -> tuple[list[Config
         reasons = {value: reason for value, reason in found.items() if reason is not None}
         if len(reasons) < len(values):
             warnings += [
-                f"{_place(flags, path)}: {value} is never tried: {reason}"
+                f"{_where_given(flags, path)}: {value} is never tried: {reason}"
                 for value, reason in reasons.items()
             ]
             continue
         stages = ", ".join(map(str, space.stages))
         expected = f"at least one value that can be tried in ZeRO stage {stages}"
         fix = f"Correct or remove it. Why the first value is refused: {next(iter(reasons.values()))}"
-        problems.append(ConfigProblem(_place(flags, path), f"[{', '.join(reasons)}]", expected, fix))
+        problems.append(ConfigProblem(_where_given(flags, path), f"[{', '.join(reasons)}]", expected, fix))
     return problems, warnings
 
 
@@ -245,7 +245,7 @@ def _words(experiment: ExperimentConfig) -> list[str]:
     return shlex.split(given) if isinstance(given, str) else list(given or [])
 
 
-def _place(flags: SearchFlags, path: str) -> str:
+def _where_given(flags: SearchFlags, path: str) -> str:
     """Return the source of a path's values for messages: ``--tune PATH`` or a file."""
     is_option = any(setting.startswith(f"{path}=") for setting in flags.tune)
     return f"--tune {path}" if is_option else f"{flags.space}: {path}"
@@ -263,10 +263,10 @@ def read_space(flags: SearchFlags, hyperparameters: Mapping[str, Any]) -> dict[s
         raise ConfigError(
             [ConfigProblem(f"{flags.space}", render(given), "a mapping of paths to lists", fix)]
         )
-    given = {**given, **_tuned(flags.tune)}
+    given = {**given, **_read_tune(flags.tune)}
     problems: list[ConfigProblem] = []
     for name, values in given.items():
-        where, hyperparameter = _place(flags, str(name)), str(name).removeprefix(HYPERPARAMETERS)
+        where, hyperparameter = _where_given(flags, str(name)), str(name).removeprefix(HYPERPARAMETERS)
         if name in _CHOSEN_BY_DSAT:
             expected = "one that dsat does not choose by itself"
             problems.append(ConfigProblem(where, "a path", expected, _CHOSEN_BY_DSAT[name]))
@@ -281,17 +281,22 @@ def read_space(flags: SearchFlags, hyperparameters: Mapping[str, Any]) -> dict[s
     return {str(name): tuple(map(_as_size, values)) for name, values in given.items()}
 
 
-def _tuned(settings: Sequence[str]) -> dict[str, Any]:
-    """Return path -> values of ``--tune KEY=V1,V2``; V1 and V2 are YAML."""
-    values = {}
+def _read_tune(settings: Sequence[str]) -> dict[str, Any]:
+    """Return path -> values of ``--tune KEY=V1,V2``, whose values are YAML."""
+    values: dict[str, Any] = {}
+    problems: list[ConfigProblem] = []
     for setting in settings:
         path, separator, text = setting.partition("=")
         if not separator or not path:
             fix = "Write --tune zero_optimization.sub_group_size=1e8,1e9, for example."
-            raise ConfigError(
-                [ConfigProblem("--tune", repr(setting), "KEY=VALUE,VALUE with a dotted key", fix)]
-            )
-        values[path] = parse_yaml_value(text if text.startswith("[") else f"[{text}]", f"--tune {path}")
+            problems.append(ConfigProblem("--tune", repr(setting), "KEY=V1,V2 with a dotted key", fix))
+            continue
+        try:
+            values[path] = parse_yaml_value(text if text.startswith("[") else f"[{text}]", f"--tune {path}")
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
     return values
 
 

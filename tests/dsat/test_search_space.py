@@ -159,10 +159,18 @@ def test_tune_replaces_values_of_space_file(tmp_path: Path) -> None:
     assert extra[f"{ZERO}.sub_group_size"] == (10**8, 10**9)
     assert extra["tensor_parallel.autotp_size"] == (1, 2)
     assert extra["hyperparameters.act"] == ("gelu", "relu")
-    for wrong, message in (("stage", "KEY=VALUE"), (f"{ZERO}.stage=1", "--zero-stages"), ("a=", "one value")):
+    for wrong, message in (
+        ("stage", "KEY=V1,V2"),
+        ("a={", "YAML"),
+        (f"{ZERO}.stage=1", "--zero-stages"),
+        ("a=", "one value"),
+    ):
         with pytest.raises(ConfigError, match=message) as error:
             read_space(flags(tune=[wrong]), {})
         assert error.value.problems[0].where.startswith("--tune")
+    with pytest.raises(ConfigError) as error:
+        read_space(flags(tune=["stage", "=1"]), {})
+    assert len(error.value.problems) == 2
 
 
 def test_layered_keeps_none_values_of_base() -> None:
