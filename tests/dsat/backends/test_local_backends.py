@@ -138,6 +138,32 @@ def test_failed_ranks_are_classified(ranks: Ranks) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("is_script", [True, False], ids=["script", "trial class"])
+def test_cpu_rank_has_one_thread(is_script: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a slot of the master that ``dstrial run`` starts, which trains with the best config afterwards."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    path = write_experiment(
+        tmp_path,
+        BASE,
+        entrypoint="python3 -m dstrial.launch train.py" if is_script else "model_def:MyTrial",
+        resources={"slots_per_trial": 1},
+    )
+    prints = "import torch\nprint('threads', torch.get_num_threads())\nclass MyTrial:\n    pass\n"
+    for name in ("train.py", "model_def.py"):
+        (tmp_path / "model" / name).write_text(prints)
+    settings = settings_of(path, "--local", "--output", str(tmp_path / "out"))
+    record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
+    backend = LocalBackend(settings, record)
+
+    backend.start(measuring_spec(settings, settings.space.own(), 1, record.search_id))
+    wait_for(backend.poll, deadline_s=120.0)
+
+    assert "threads 1\n" in backend.output_of(1)
+    backend.close()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("is_script", [True, False], ids=["script", "trial class"])
 def test_killed_search_ends_ranks_counts_attempt(is_script: bool, tmp_path: Path) -> None:
     pid = tmp_path / "model" / "rank"
     waits = f"import os, pathlib, time\npathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\ntime.sleep(1000)\n"
