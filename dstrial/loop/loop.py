@@ -190,7 +190,8 @@ class TrainingLoop:
             return None
         calls, iterator = range(runtime.train_calls_per_batch), self._iterator
         reports_metrics = runtime.mpu.should_report_metrics
-        polls_stop, points = self._sync_points.is_single_rank, self._sync_points
+        points = self._sync_points
+        polls_stop = points.is_single_rank
         next_event = progress.batches_trained + 1
         end_first_batch: Callable[[], None] | None
         train_batch, end_first_batch = self._observe_first_batch()

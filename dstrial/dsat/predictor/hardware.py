@@ -107,8 +107,10 @@ DEVICES: dict[str, Device] = {
 """FLOPs without sparsity; bytes between devices and to the host in one direction, half of what is published."""
 
 _REACHED = 0.7  # share of a published rate that large operations reach; assumed
-# Assumed, too: ``Machine.hides``; start of an operation; latency of a collective inside a machine and between machines.
-_HIDDEN_ON_DEVICES, _OPERATION_S, _CALL_S, _NETWORK_CALL_S = 0.7, 6e-6, 12e-6, 25e-6
+_HIDDEN_ON_DEVICES = 0.7  # ``Machine.hides`` of an accelerator; assumed
+_OPERATION_S = 6e-6  # start of an operation; assumed
+_CALL_S = 12e-6  # latency of a collective inside a machine; assumed
+_NETWORK_CALL_S = 25e-6  # latency of a collective between machines; assumed
 _HOST_BYTES_PER_S = 15e9  # one rank's share of the bandwidth of host memory
 
 

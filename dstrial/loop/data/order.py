@@ -19,9 +19,8 @@ from torch.utils import data
 from dstrial.engine.random_state import RngState
 from dstrial.errors import DataError
 
-_BATCHES_PER_BLOCK = (
-    64  # batches whose record numbers are read from a tensor at once; one by one costs 6 us each
-)
+_BATCHES_PER_BLOCK = 64
+"""Batches whose record numbers are read from a tensor at once; batch by batch, reading costs 6 µs each."""
 
 EpochOrder = Callable[[int], "Sequence[Any]"]
 """Function that maps an epoch's index to its records: the sampler's items, in order of training."""
