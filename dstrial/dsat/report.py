@@ -11,6 +11,8 @@ from typing import Any
 from dstrial.dsat.core.candidate import setting_text
 from dstrial.dsat.core.journal import BEST_NAMES, SearchRecord
 from dstrial.dsat.core.outcome import (
+    HIGHEST,
+    LOWEST,
     TIE,
     Failure,
     Measured,
@@ -494,7 +496,8 @@ def format_duration(seconds: float) -> str:
 
 
 def _rates(metrics: Mapping[str, float]) -> str:
-    """Format the measured throughputs, separated by commas; "" if there are none."""
-    return ", ".join(
-        f"{_amount(metrics[name])} {meaning}" for name, meaning in _RATES.items() if metrics.get(name)
-    )
+    """Format measured and expected throughput, with commas; "" if there are none."""
+    texts = [f"{_amount(metrics[name])} {meaning}" for name, meaning in _RATES.items() if metrics.get(name)]
+    if LOWEST in metrics:
+        texts.append(f"expect {_amount(metrics[LOWEST])} to {_amount(metrics[HIGHEST])} in training")
+    return ", ".join(texts)

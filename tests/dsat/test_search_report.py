@@ -13,7 +13,7 @@ import pytest
 from surfaces import facts_of_search, play, space, surface, trials_of
 
 from dstrial.dsat.core.candidate import Candidate
-from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, TrialResult
+from dstrial.dsat.core.outcome import HIGHEST, LOWEST, Failure, FailureKind, Measured, Outcome, TrialResult
 from dstrial.dsat.report import report_document, write_report
 
 
@@ -23,7 +23,12 @@ def _outcome(candidate: Candidate) -> Outcome:
     if isinstance(found, Failure):
         return found
     peak = 10e9 + 1.1e9 * candidate.batch.micro_batch_size + 1e9 * candidate.stage
-    more = {"end_to_end_throughput": 0.5 * found.metrics["throughput"], "half_width": 0.01}
+    more = {
+        "end_to_end_throughput": 0.5 * found.metrics["throughput"],
+        "half_width": 0.01,
+        LOWEST: 5.0,
+        HIGHEST: 6.0,
+    }
     return Measured({**found.metrics, **more, "peak_memory_bytes": peak})
 
 
@@ -90,7 +95,10 @@ def test_markdown_shows_gain_failures_and_rates(tmp_path: Path) -> None:
     assert f"{document['gain']:+.1%} over your own" in page
     assert "device out of memory" in page
     assert page.count("; mean of 2 measurements |") == 1
-    assert re.search(r"end to end \(all steps, with the data loader\), [\d.]+ k? ?by the median step", page)
+    assert re.search(
+        r"end to end \(all steps, with the data loader\), [\d.]+ k? ?by the median step, expect 5 to 6 in training",
+        page,
+    )
     assert json.loads((tmp_path / "report.json").read_text()) == document
 
 

@@ -32,7 +32,6 @@ _TRAINING_KEYS = (
     "min_validation_period",
     "min_checkpoint_period",
     "checkpoint_policy",
-    "scheduling_unit",
     "perform_initial_validation",
     "records_per_epoch",
     "profiling",

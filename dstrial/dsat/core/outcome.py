@@ -12,7 +12,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from dstrial.dsat.core.candidate import Candidate
@@ -20,6 +20,8 @@ from dstrial.dsat.core.candidate import Candidate
 # Metrics that a search can optimize.
 METRICS_TO_MINIMIZE = ("forward", "backward", "latency")
 METRICS_TO_MAXIMIZE = ("throughput", "FLOPS_per_gpu")
+# Metrics: bounds of the throughput that a training is expected to have.
+LOWEST, HIGHEST = "lowest_expected_throughput", "highest_expected_throughput"
 METRIC_NAMES = (*METRICS_TO_MINIMIZE, *METRICS_TO_MAXIMIZE)
 
 FAILURE_MARK = "DSTRIAL_DSAT_FAILURE "  # in a log, begins a rank's description of its failure as JSON
@@ -278,11 +280,12 @@ class TrialResult:
 def mean_of(many: Sequence[Measured]) -> Measured:
     """Return the mean of repeated measurements of one configuration.
 
-    The result's ``half_width`` is the relative half-width of the mean's 95 % interval. The half-width shrinks with the number
-    of measurements and grows with their spread.
+    The result's ``half_width`` is the relative half-width of the mean's 95 % interval. It shrinks with the number of
+    measurements and grows with their spread. The expected range (``LOWEST``, ``HIGHEST``) includes those of all measurements.
     """
+    merge: dict[str, Callable[[list[float]], float]] = {LOWEST: min, HIGHEST: max}
     metrics = {
-        name: statistics.fmean(known)
+        name: merge.get(name, statistics.fmean)(known)
         for name in many[0].metrics
         if (known := [value for one in many if (value := one.value(name)) is not None])
     }

@@ -10,6 +10,8 @@ import numpy as np
 
 _NUM_RESAMPLES = 500  # of the bootstrap
 _FIRST_TIMED_STEP = 2  # counted from 1; FLOPs are counted in step 1
+_RANGE = (0.025, 0.975)  # quantiles of the windows between which the mean step of a training is expected
+_LEAST_RANGE = 0.05  # least distance of these bounds from the measured mean, relative
 
 
 def warm_from(values: Sequence[float]) -> int:
@@ -60,6 +62,7 @@ class SamplingLimits:
     target_half_width: float = 0.015  # of the median's 95 % interval, relative; the measurement ends below it
     min_windows: int = 6  # after warm-up
     max_windows: int = 60  # warm-up included
+    min_s: float = 3.0  # seconds of all windows after warm-up
     window_s: float = 0.1  # a window has as many steps as fill this time
     max_s: float = 60.0  # seconds after which no window begins, if there are three windows after warm-up
     min_steps: int = 6  # warm-up included
@@ -97,6 +100,16 @@ class Sampling:
         warm = self._warm()
         return sum(steps * time_s for steps, time_s in warm) / sum(steps for steps, _ in warm)
 
+    def range_s(self) -> tuple[float, float]:
+        """Return (least, most) mean seconds of one step to expect of a training.
+
+        The speed of a machine varies from minute to minute about as much as from window to window. So the range includes 95 %
+        of the windows after warm-up, and at least 5 % on both sides of their mean.
+        """
+        low, high = np.quantile([time_s for _, time_s in self._warm()], _RANGE)
+        mean_s = self.mean_s()
+        return min(float(low), mean_s / (1 + _LEAST_RANGE)), max(float(high), mean_s / (1 - _LEAST_RANGE))
+
     def _warm(self) -> list[tuple[int, float]]:
         step, windows = _FIRST_TIMED_STEP, self._windows
         for idx, (num_steps, _) in enumerate(self._windows):
@@ -121,6 +134,7 @@ class Sampling:
         if len(warm) >= 3 and total_s >= limits.max_s:
             return 0
         is_enough = len(warm) >= limits.min_windows and self.num_steps >= limits.min_steps
+        is_enough = is_enough and sum(steps * time_s for steps, time_s in warm) >= limits.min_s
         if is_enough and self.median()[1] <= limits.target_half_width:
             return 0
         return max(1, min(round(limits.window_s / max(min(time_s for _, time_s in warm), 1e-6)), 1000))

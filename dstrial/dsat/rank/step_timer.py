@@ -20,7 +20,7 @@ import torch
 import torch.distributed
 from deepspeed.accelerator import get_accelerator
 
-from dstrial.dsat.core.outcome import Measured
+from dstrial.dsat.core.outcome import HIGHEST, LOWEST, Measured
 from dstrial.dsat.rank.statistics import Sampling, SamplingLimits
 from dstrial.engine.adapters.batch_sizes import dims_of
 from dstrial.engine.deepspeed_internals.optimizers import full_numel
@@ -168,11 +168,14 @@ class StepTimer:
         """Return this rank's measurement; the search uses that of rank 0."""
         engine = self._engines[0]
         median_s, half_width = self._sampling.median()
+        least_s, most_s = self._sampling.range_s()
         micro, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
         records = micro * accumulation * dims_of(engine).dp
         metrics: dict[str, float] = {
             "throughput": records / median_s,
             "end_to_end_throughput": records / self._sampling.mean_s(),
+            LOWEST: records / most_s,
+            HIGHEST: records / least_s,
             "latency": median_s * 1e6,
             "half_width": half_width,
             "num_steps": self._sampling.num_steps,

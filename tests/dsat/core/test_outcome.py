@@ -6,6 +6,8 @@ import pytest
 
 from dstrial.dsat.core.candidate import BatchSplit, Candidate
 from dstrial.dsat.core.outcome import (
+    HIGHEST,
+    LOWEST,
     Failure,
     FailureKind,
     Measured,
@@ -168,3 +170,11 @@ def test_repeats_narrow_or_widen_interval(latencies: tuple[float, ...], half_wid
 
     assert mean.value("latency") == 100.0
     assert mean.value("half_width") == pytest.approx(half_width, rel=1e-3)
+
+
+def test_repeats_have_widest_expected_range() -> None:
+    bounds = ((90.0, 105.0), (95.0, 110.0))
+
+    mean = mean_of([Measured({"latency": 1.0, LOWEST: low, HIGHEST: high}) for low, high in bounds])
+
+    assert (mean.value(LOWEST), mean.value(HIGHEST)) == (90.0, 110.0)

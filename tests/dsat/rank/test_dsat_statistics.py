@@ -50,7 +50,7 @@ def _play(times: np.ndarray, limits: SamplingLimits) -> Sampling:
 
 def test_noisy_times_need_more_windows_up_to_bound() -> None:
     random = np.random.RandomState(0)
-    limits = SamplingLimits(window_s=0.0, max_s=1e9)
+    limits = SamplingLimits(window_s=0.0, min_s=0.0, max_s=1e9)
     quiet = _play(random.normal(0.2, 0.0005, 200), limits)
     noisy = _play(random.lognormal(np.log(0.2), 0.06, 200), limits)
     hopeless = _play(random.lognormal(np.log(0.2), 1.5, 200), limits)
@@ -67,6 +67,24 @@ def test_sampling_bounds_time_and_takes_wanted_steps() -> None:
 
     assert slow.num_steps == 3
     assert fast.num_steps > 100
+
+
+def test_timed_windows_fill_least_time() -> None:
+    sampling = _play(np.full(200, 0.2), SamplingLimits(window_s=0.2, min_s=3.0))
+
+    assert sampling.num_steps * 0.2 == pytest.approx(3.0, abs=0.21)
+
+
+def test_expected_range_has_windows_and_five_percent() -> None:
+    random = np.random.RandomState(0)
+    limits = SamplingLimits(window_s=0.0, max_s=1e9)
+    quiet = _play(random.normal(0.2, 0.0005, 200), limits)
+    noisy = _play(random.lognormal(np.log(0.2), 0.1, 200), limits)
+
+    assert quiet.range_s() == pytest.approx((0.2 / 1.05, 0.2 / 0.95), rel=0.01)
+    low, high = noisy.range_s()
+    assert low < 0.2 * 0.87
+    assert 0.2 * 1.15 < high < 0.2 * 1.4
 
 
 def test_median_intervals_cover_true_median() -> None:
