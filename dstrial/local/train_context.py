@@ -39,7 +39,9 @@ logger = logging.getLogger("dstrial.local")
 
 VALIDATION_GROUP = "validation"
 
-PROGRESS_PERIOD_S = 1.0  # minimum time between writes of progress; the last progress is always written
+PROGRESS_PERIOD_S = (
+    1.0  # minimum time between writes, and between reports, of progress; the last is always written
+)
 
 
 class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does not follow determined
@@ -78,6 +80,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         self._progress: dict[str, Any] = {}
         self._progress_is_pending = False
         self._progress_written_at_s = -math.inf
+        self._progress_sent_at_s = -math.inf
 
     def rewind_to(self, steps_completed: int) -> int:
         """Move reports after batch ``steps_completed`` to ``metrics.superseded.jsonl``.
@@ -226,13 +229,20 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         return min(values) if self.smaller_is_better else max(values)
 
     def report_progress(self, progress: float) -> None:
-        """Record progress from 0 to 1; written at most once per ``PROGRESS_PERIOD_S``."""
+        """Record progress from 0 to 1, and send it to the master.
+
+        Each happens at most once per ``PROGRESS_PERIOD_S``, but 1 is always recorded and sent.
+        """
         if not 0 <= progress <= 1:
             raise TrialContractError(
                 f"progress is {progress!r}; expected a number from 0 to 1. Divide by the length of the run."
             )
         self._note_progress({"progress": float(progress)}, is_last=progress == 1)
-        if self.cluster is not None:
+        now_s = self._clock()
+        if self.cluster is not None and (
+            progress == 1 or now_s - self._progress_sent_at_s >= PROGRESS_PERIOD_S
+        ):
+            self._progress_sent_at_s = now_s
             self.cluster.report_progress(progress)
 
     def report_batches(self, batches_trained: int, batches_total: int) -> None:

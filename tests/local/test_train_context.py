@@ -158,6 +158,23 @@ class TestProgress:
         assert read_json(run_directory.progress_path)["progress"] == 1.0
         assert written() == 100
 
+    def test_progress_is_sent_once_per_period_and_at_end(self, run_directory: RunDirectory) -> None:
+        class Cluster(core.DummyTrainContext):
+            _exp_id = _trial_id = 1
+            _metrics = None
+
+            def report_progress(self, progress: float) -> None:
+                sent.append(progress)
+
+        sent: list[float] = []
+        now_s = 0.0
+        train = opened(run_directory, cluster=Cluster(), clock=lambda: now_s)
+        for progress in (0.1, 0.2, 0.3, 1.0):
+            train.report_progress(progress)
+            now_s += 0.6 * PROGRESS_PERIOD_S
+
+        assert sent == [0.1, 0.3, 1.0]
+
     def test_worker_writes_no_progress_or_status(self, run_directory: RunDirectory) -> None:
         worker = opened(run_directory, is_chief=False)
         worker.report_batches(1, 1)
