@@ -24,7 +24,7 @@ _SEARCH_MODULE = "dstrial.dsat.search_trial"
 _LAUNCHER = "dstrial.launch"
 _LAUNCH_MODULES = (_LAUNCHER, "determined.launch.deepspeed", "determined.launch.torch_distributed")
 _AROUND_FIT = "dstrial.dsat.rank.context:around_fit"
-_MAX_STEPS = 1000  # least length of the training of a script, in batches
+_MAX_STEPS = 10_000  # least length of the training of a script, in batches
 _MAX_BATCHES = 1_000_000  # length of the training of a trial class; it ends when enough steps are measured
 _BENCHMARKED_TRIALS = 2  # first trials that measure the machine's speed; two, because the first may fail
 # Keys of an experiment config that matter only to a full training.

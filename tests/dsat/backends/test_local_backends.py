@@ -162,6 +162,16 @@ def test_cpu_rank_has_one_thread(is_script: bool, tmp_path: Path, monkeypatch: p
     backend.close()
 
 
+def test_measured_config_reports_as_often_as_training(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path, BASE, scheduling_unit=7, min_validation_period={"batches": 7})
+    settings = settings_of(path, "--local", "--output", str(tmp_path / "out"))
+
+    config = measuring_spec(settings, settings.space.own(), 1, "0").config
+
+    assert config["scheduling_unit"] == 7
+    assert "min_validation_period" not in config
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("is_script", [True, False], ids=["script", "trial class"])
 def test_killed_search_ends_ranks_counts_attempt(is_script: bool, tmp_path: Path) -> None:
