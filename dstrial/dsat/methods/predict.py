@@ -24,7 +24,10 @@ from dstrial.dsat.space import Space, Structure
 _USUAL, _THOROUGH = (0.0012, 2.0), (0.0008, 3.0)
 """(least expected gain of a further measurement, as a share of the best cost; number of measurements without progress after
 which this gain doubles), without and with ``--thorough``."""
-_CONTENDERS, _MOST = 3, 2  # with ``--thorough``: configurations to measure again, most measurements of each
+_CONTENDERS, _MOST = (
+    3,
+    2,
+)  # with ``--thorough``: best configurations to compare again; most measurements of each
 _NEW, _FAR = 2.0, 2.0
 """``_NEW`` multiplies the worth of a measurement if its group has not run with a micro batch within a factor of ``_FAR``,
 because such a measurement improves the predictions of many candidates."""
@@ -166,7 +169,7 @@ class PredictSearch:
             elif is_open:
                 return actions
             elif (repeated := self._contender()) is not None:
-                actions.append(self._measure(repeated, "one of the best, which noise does not separate"))
+                actions.append(self._measure(repeated, "measured again, because it is one of the best"))
             else:
                 return [*actions, *self._finish(self._reason())]
 
@@ -232,16 +235,18 @@ class PredictSearch:
     def _contender(self) -> Candidate | None:
         """Return one of the best configurations to measure again; None if there is none.
 
-        Repeats are made only with ``--thorough``, while noise hides which of the best three configurations is the best.
+        The best is measured again, because the best of many noisy measurements is often a lucky one. With ``--thorough``, so are
+        those of the best three that noise does not separate from the best.
         """
         num_tried = Counter(one.candidate for one in self.observations.values())  # failures, too
         num_repeats = num_tried.total() - len(num_tried)
-        costs = self._costs()[:_CONTENDERS]
-        if not self.options.thorough or not costs or num_repeats >= _CONTENDERS * (_MOST - 1):
+        num_contenders = _CONTENDERS if self.options.thorough else 1
+        costs = self._costs()[:num_contenders]
+        if not costs or num_repeats >= num_contenders * (_MOST - 1):
             return None
         unsure = [one for one in costs[1:] if _is_unsure(costs[0], one)]
         chosen = min((candidate for candidate, _, _ in (costs[0], *unsure)), key=num_tried.__getitem__)
-        return chosen if unsure and num_tried[chosen] < _MOST else None
+        return chosen if num_tried[chosen] < _MOST else None
 
     def _measure(self, candidate: Candidate, why: str, prediction: Prediction | None = None) -> Measure:
         trial_id = len(self.observations) + 1
