@@ -2,7 +2,7 @@
 
 Usage: ``python benchmarks/dsat_truth.py [--trials N] [--trainings N] [--only WORDS ...] [--json FILE]``
 
-Prints one row of a Markdown table per case. A case takes about three minutes on two cores. Use a machine that nothing else
+Prints one row of a Markdown table per case. A case takes about five minutes on two cores. Use a machine that nothing else
 uses.
 """
 
@@ -99,7 +99,7 @@ def train(case: Case, scratch: pathlib.Path, num_batches: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--trials", type=int, default=4, help="maximum trials of a search (default: 4)")
+    parser.add_argument("--trials", type=int, default=64, help="maximum trials of a search (default: 64)")
     parser.add_argument(
         "--trainings", type=int, default=3, help="trainings with the best config (default: 3)"
     )
