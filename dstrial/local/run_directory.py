@@ -50,6 +50,7 @@ from dstrial.object_storage import without_credentials
 
 logger = logging.getLogger("dstrial.local")
 
+TELEMETRY_GROUP = "telemetry"  # metric group of time, speed and memory in metrics.jsonl
 RUNS_DIR_VARIABLE = "DSTRIAL_RUNS_DIR"  # environment variable: directory of all runs
 LOCAL_ID = 0  # id of experiment and trial in checkpoints of a run without a master
 RUN_DIR_VARIABLE = "DSTRIAL_RUN_DIR"  # environment variable of ranks: the run's directory

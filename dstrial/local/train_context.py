@@ -32,7 +32,7 @@ from dstrial.local.json_files import (
     to_strict_json,
     write_json_atomically,
 )
-from dstrial.local.run_directory import LOCAL_ID, RunDirectory, utc_now
+from dstrial.local.run_directory import LOCAL_ID, TELEMETRY_GROUP, RunDirectory, utc_now
 from dstrial.local.run_monitor import read_validations
 
 logger = logging.getLogger("dstrial.local")
@@ -41,6 +41,9 @@ VALIDATION_GROUP = "validation"
 
 PROGRESS_PERIOD_S = (
     1.0  # minimum time between writes, and between reports, of progress; the last is always written
+)
+_TELEMETRY_PERIOD_S = (
+    1.0  # minimum time between reports of telemetry to the master; a report takes the master about 4 ms
 )
 
 
@@ -81,6 +84,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         self._progress_is_pending = False
         self._progress_written_at_s = -math.inf
         self._progress_sent_at_s = -math.inf
+        self._telemetry_sent_at_s = -math.inf
 
     def rewind_to(self, steps_completed: int) -> int:
         """Move reports after batch ``steps_completed`` to ``metrics.superseded.jsonl``.
@@ -194,7 +198,11 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
             row["batch_metrics"] = to_strict_json(batch_metrics, "batch_metrics")
         with self._writing:
             append_json_line(self._run_directory.metrics_path, row)
-        if self.cluster is not None:
+        now_s = self._clock()
+        is_due = group != TELEMETRY_GROUP or now_s - self._telemetry_sent_at_s >= _TELEMETRY_PERIOD_S
+        if self.cluster is not None and is_due:
+            if group == TELEMETRY_GROUP:
+                self._telemetry_sent_at_s = now_s
             self.cluster._report_trial_metrics(group, steps_completed, given, batch_metrics)
 
     def report_system_metrics(

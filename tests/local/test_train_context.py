@@ -175,6 +175,27 @@ class TestProgress:
 
         assert sent == [0.1, 0.3, 1.0]
 
+    def test_telemetry_is_sent_once_per_second_but_always_written(self, run_directory: RunDirectory) -> None:
+        class Cluster(core.DummyTrainContext):
+            _exp_id = _trial_id = 1
+            _metrics = None
+
+            def _report_trial_metrics(self, group: str, steps_completed: int, *_values: Any) -> None:
+                sent.append((group, steps_completed))
+
+        sent: list[tuple[str, int]] = []
+        now_s = 0.0
+        train = opened(run_directory, cluster=Cluster(), clock=lambda: now_s)
+        for batch in (1, 2, 3):
+            train.report_training_metrics(batch, {"loss": 1.0})
+            train.report_metrics("telemetry", batch, {"batch_ms": 1.0})
+            now_s += 0.6
+
+        training = [("training", batch) for batch in (1, 2, 3)]
+        assert [one for one in sent if one[0] == "training"] == training
+        assert [one for one in sent if one[0] == "telemetry"] == [("telemetry", 1), ("telemetry", 3)]
+        assert [batch for group, batch in steps(run_directory) if group == "telemetry"] == [1, 2, 3]
+
     def test_worker_writes_no_progress_or_status(self, run_directory: RunDirectory) -> None:
         worker = opened(run_directory, is_chief=False)
         worker.report_batches(1, 1)
