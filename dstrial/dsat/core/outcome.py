@@ -285,7 +285,7 @@ def mean_of(many: Sequence[Measured]) -> Measured:
     """
     merge: dict[str, Callable[[list[float]], float]] = {LOWEST: min, HIGHEST: max}
     metrics = {
-        name: merge.get(name, statistics.fmean)(known)
+        name: known[0] if len(set(known)) == 1 else merge.get(name, statistics.fmean)(known)  # keeps integers
         for name in many[0].metrics
         if (known := [value for one in many if (value := one.value(name)) is not None])
     }
