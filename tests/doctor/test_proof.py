@@ -43,7 +43,7 @@ def test_doctor_train_completes_all_steps_on_cpu(tmp_path):
     ]
     assert "equal to the last bit" in printed
     assert "ZeRO 1 -> 3" in printed
-    assert "FLOPS a device" in printed
+    assert "FLOPS per device" in printed
     assert "tensors, MiB" in printed
     assert found["facts"]["telemetry"]["model_tflops_per_device"] > 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"], "checkpoints are not kept"

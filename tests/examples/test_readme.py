@@ -86,7 +86,7 @@ def test_readme_trial_resumes_with_different_slots(
 
 @pytest.mark.ranks
 @pytest.mark.usefixtures("_master")
-def test_checkpoints_share_packed_code_files(project: Path) -> None:
+def test_checkpoints_hold_only_packed_code_files(project: Path) -> None:
     model = project / "model_def.py"
     model.write_text(model.read_text() + '\nopen("written_by_the_trial.txt", "w").close()\n')
     settings = {
@@ -106,9 +106,6 @@ def test_checkpoints_share_packed_code_files(project: Path) -> None:
     checkpoints = sorted(project.glob("runs/circle/*/checkpoints/*/COMPLETE"))
     codes = [path.parent / "code" for path in checkpoints]
     assert len(codes) == 3
-    for name in ("exp.yaml", "model_def.py"):
-        assert {(code / name).stat().st_nlink for code in codes} == {3}
-        assert not (codes[0] / name).stat().st_mode & 0o222, "a shared file is read-only"
     for code in codes:
         assert {path.name for path in code.iterdir()} == {"exp.yaml", "model_def.py"}
 
