@@ -17,9 +17,7 @@ from dstrial.local.run_directory import RunDirectory, RunState
 from dstrial.master.store.views import observe
 from dstrial.master.store.views.observe import ExperimentView, LogRow
 
-_POLL_PERIOD_S = (
-    0.3  # between polls of signals, logs and the experiment's state; a poll takes about 4 ms of a core
-)
+_POLL_PERIOD_S = 0.3  # between polls of signals, logs and the experiment's state
 _GONE_AFTER_S = 10.0  # a master that was ended may be started again within this time
 _FAILURE_HEADLINE = re.compile(r"rank \d+ failed first \(")  # first line of the launcher's report
 _BY_SIGTERM = 128 + signal.SIGTERM

@@ -11,8 +11,8 @@ from typing import Any
 from dstrial.dsat.core.candidate import setting_text
 from dstrial.dsat.core.journal import BEST_NAMES, SearchRecord
 from dstrial.dsat.core.outcome import (
-    HIGHEST,
-    LOWEST,
+    HIGHEST_EXPECTED,
+    LOWEST_EXPECTED,
     TIE,
     Failure,
     Measured,
@@ -498,6 +498,7 @@ def format_duration(seconds: float) -> str:
 def _rates(metrics: Mapping[str, float]) -> str:
     """Format measured and expected throughput, with commas; "" if there are none."""
     texts = [f"{_amount(metrics[name])} {meaning}" for name, meaning in _RATES.items() if metrics.get(name)]
-    if LOWEST in metrics:
-        texts.append(f"expect {_amount(metrics[LOWEST])} to {_amount(metrics[HIGHEST])} in training")
+    if LOWEST_EXPECTED in metrics:
+        low, high = (_amount(metrics[name]) for name in (LOWEST_EXPECTED, HIGHEST_EXPECTED))
+        texts.append(f"expect {low} to {high} in training")
     return ", ".join(texts)

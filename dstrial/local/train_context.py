@@ -39,12 +39,8 @@ logger = logging.getLogger("dstrial.local")
 
 VALIDATION_GROUP = "validation"
 
-PROGRESS_PERIOD_S = (
-    1.0  # minimum time between writes, and between reports, of progress; the last is always written
-)
-_TELEMETRY_PERIOD_S = (
-    1.0  # minimum time between reports of telemetry to the master; a report takes the master about 4 ms
-)
+# Minimum time between writes of progress, and between reports of progress or telemetry to the master.
+PROGRESS_PERIOD_S = 1.0
 
 
 class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does not follow determined
@@ -83,8 +79,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         self._progress: dict[str, Any] = {}
         self._progress_is_pending = False
         self._progress_written_at_s = -math.inf
-        self._progress_sent_at_s = -math.inf
-        self._telemetry_sent_at_s = -math.inf
+        self._sent_at_s: dict[str, float] = {}  # what was sent to the master -> when
 
     def rewind_to(self, steps_completed: int) -> int:
         """Move reports after batch ``steps_completed`` to ``metrics.superseded.jsonl``.
@@ -198,11 +193,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
             row["batch_metrics"] = to_strict_json(batch_metrics, "batch_metrics")
         with self._writing:
             append_json_line(self._run_directory.metrics_path, row)
-        now_s = self._clock()
-        is_due = group != TELEMETRY_GROUP or now_s - self._telemetry_sent_at_s >= _TELEMETRY_PERIOD_S
-        if self.cluster is not None and is_due:
-            if group == TELEMETRY_GROUP:
-                self._telemetry_sent_at_s = now_s
+        if self.cluster is not None and (group != TELEMETRY_GROUP or self._is_due(group)):
             self.cluster._report_trial_metrics(group, steps_completed, given, batch_metrics)
 
     def report_system_metrics(
@@ -246,12 +237,16 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
                 f"progress is {progress!r}; expected a number from 0 to 1. Divide by the length of the run."
             )
         self._note_progress({"progress": float(progress)}, is_last=progress == 1)
-        now_s = self._clock()
-        if self.cluster is not None and (
-            progress == 1 or now_s - self._progress_sent_at_s >= PROGRESS_PERIOD_S
-        ):
-            self._progress_sent_at_s = now_s
+        if self.cluster is not None and (progress == 1 or self._is_due("progress")):
             self.cluster.report_progress(progress)
+
+    def _is_due(self, name: str) -> bool:
+        """Return whether ``name`` may be sent to the master now; if so, note the time."""
+        now_s = self._clock()
+        is_due = now_s - self._sent_at_s.get(name, -math.inf) >= PROGRESS_PERIOD_S
+        if is_due:
+            self._sent_at_s[name] = now_s
+        return is_due
 
     def report_batches(self, batches_trained: int, batches_total: int) -> None:
         """Record trained and total batches; write once per ``PROGRESS_PERIOD_S`` at most."""

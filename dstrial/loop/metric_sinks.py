@@ -21,8 +21,8 @@ from typing import Any, Literal, Protocol, TypeVar
 from determined import tensorboard, util
 
 from dstrial.errors import DstrialError
+from dstrial.local.run_directory import TELEMETRY_GROUP
 from dstrial.local.run_monitor import Report, named_metric, number, report_line, to_report
-from dstrial.telemetry.samples import GROUP
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 
 logger = logging.getLogger("dstrial.loop")
@@ -81,7 +81,7 @@ class TensorBoardSink:
         for name, value in metrics.items():
             if not util.is_numerical_scalar(value):
                 continue
-            if group == GROUP:
+            if group == TELEMETRY_GROUP:
                 tag = f"Telemetry/{name}"
             elif group == "validation" and not name.startswith("val"):
                 tag = f"Determined/val_{name}"
@@ -197,7 +197,7 @@ class MetricSinks:
 
     def report(self, group: str, batches_trained: int, metrics: Mapping[str, Any]) -> None:
         for sink in self._opened:
-            if group != GROUP or getattr(sink, "takes_telemetry", False):
+            if group != TELEMETRY_GROUP or getattr(sink, "takes_telemetry", False):
                 sink.report(group, batches_trained, metrics)  # type: ignore[arg-type]  # telemetry: sinks that ask for it
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from determined import util
 
+from dstrial.local.run_directory import TELEMETRY_GROUP
 from dstrial.loop import sync_point
 from dstrial.loop.background_save import SaveStatus
 from dstrial.loop.boundaries import asks_for_checkpoint
@@ -24,7 +25,7 @@ from dstrial.loop.sync_point import StopReason, SyncPoints
 from dstrial.ranks.control_channel import timeout_from_environ
 from dstrial.ranks.heartbeat import Phase, heartbeat
 from dstrial.telemetry.instruments import Instruments, TelemetryReports
-from dstrial.telemetry.samples import GROUP, RankSample
+from dstrial.telemetry.samples import RankSample
 from dstrial.trial.context import DeepSpeedTrialContext
 from dstrial.trial.determined_errors import SearcherMetricError
 
@@ -305,8 +306,8 @@ class ReportExchange:
             self.writer.submit(functools.partial(self._telemetry.write, found, batches, num_records, skipped))
 
     def _record_telemetry(self, batches: int, metrics: dict[str, Any]) -> None:
-        self._core.train.report_metrics(GROUP, steps_completed=batches, metrics=metrics)
-        self._sinks.report(GROUP, batches, metrics)
+        self._core.train.report_metrics(TELEMETRY_GROUP, steps_completed=batches, metrics=metrics)
+        self._sinks.report(TELEMETRY_GROUP, batches, metrics)
 
     def _keep_telemetry(self, totals: Mapping[str, Any]) -> None:
         if (kept := self._runtime.kept_reports) is not None:

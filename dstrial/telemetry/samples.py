@@ -11,10 +11,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dstrial.local.run_directory import TELEMETRY_GROUP
-
-GROUP = TELEMETRY_GROUP
-
 # Phases of a batch. "stages": communication of a pipeline stage with other stages, including the wait for them.
 PHASES = ("forward", "backward", "step", "stages")
 

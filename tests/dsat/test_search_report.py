@@ -13,7 +13,15 @@ import pytest
 from surfaces import facts_of_search, play, space, surface, trials_of
 
 from dstrial.dsat.core.candidate import Candidate
-from dstrial.dsat.core.outcome import HIGHEST, LOWEST, Failure, FailureKind, Measured, Outcome, TrialResult
+from dstrial.dsat.core.outcome import (
+    HIGHEST_EXPECTED,
+    LOWEST_EXPECTED,
+    Failure,
+    FailureKind,
+    Measured,
+    Outcome,
+    TrialResult,
+)
 from dstrial.dsat.report import report_document, write_report
 
 
@@ -26,8 +34,8 @@ def _outcome(candidate: Candidate) -> Outcome:
     more = {
         "end_to_end_throughput": 0.5 * found.metrics["throughput"],
         "half_width": 0.01,
-        LOWEST: 5.0,
-        HIGHEST: 6.0,
+        LOWEST_EXPECTED: 5.0,
+        HIGHEST_EXPECTED: 6.0,
     }
     return Measured({**found.metrics, **more, "peak_memory_bytes": peak})
 

@@ -20,9 +20,9 @@ from dstrial.dsat.core.candidate import Candidate
 # Metrics that a search can optimize.
 METRICS_TO_MINIMIZE = ("forward", "backward", "latency")
 METRICS_TO_MAXIMIZE = ("throughput", "FLOPS_per_gpu")
-# Metrics: bounds of the throughput that a training is expected to have.
-LOWEST, HIGHEST = "lowest_expected_throughput", "highest_expected_throughput"
 METRIC_NAMES = (*METRICS_TO_MINIMIZE, *METRICS_TO_MAXIMIZE)
+# Metrics that bound the throughput to expect of a training, in samples/s.
+LOWEST_EXPECTED, HIGHEST_EXPECTED = "lowest_expected_throughput", "highest_expected_throughput"
 
 FAILURE_MARK = "DSTRIAL_DSAT_FAILURE "  # in a log, begins a rank's description of its failure as JSON
 
@@ -281,9 +281,10 @@ def mean_of(many: Sequence[Measured]) -> Measured:
     """Return the mean of repeated measurements of one configuration.
 
     The result's ``half_width`` is the relative half-width of the mean's 95 % interval. It shrinks with the number of
-    measurements and grows with their spread. The expected range (``LOWEST``, ``HIGHEST``) includes those of all measurements.
+    measurements and grows with their spread. The range from ``LOWEST_EXPECTED`` to ``HIGHEST_EXPECTED`` includes those of
+    all measurements.
     """
-    merge: dict[str, Callable[[list[float]], float]] = {LOWEST: min, HIGHEST: max}
+    merge: dict[str, Callable[[list[float]], float]] = {LOWEST_EXPECTED: min, HIGHEST_EXPECTED: max}
     metrics = {
         name: known[0] if len(set(known)) == 1 else merge.get(name, statistics.fmean)(known)  # keeps integers
         for name in many[0].metrics

@@ -24,10 +24,8 @@ from dstrial.dsat.space import Space, Structure
 _USUAL, _THOROUGH = (0.0012, 2.0), (0.0008, 3.0)
 """(least expected gain of a further measurement, as a share of the best cost; number of measurements without progress after
 which this gain doubles), without and with ``--thorough``."""
-_CONTENDERS, _MOST = (
-    3,
-    2,
-)  # with ``--thorough``: best configurations to compare again; most measurements of each
+_CONTENDERS = 3  # with ``--thorough``: number of best configurations that are compared again
+_MOST = 2  # most measurements of a configuration
 _NEW, _FAR = 2.0, 2.0
 """``_NEW`` multiplies the worth of a measurement if its group has not run with a micro batch within a factor of ``_FAR``,
 because such a measurement improves the predictions of many candidates."""

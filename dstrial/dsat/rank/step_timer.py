@@ -20,7 +20,7 @@ import torch
 import torch.distributed
 from deepspeed.accelerator import get_accelerator
 
-from dstrial.dsat.core.outcome import HIGHEST, LOWEST, Measured
+from dstrial.dsat.core.outcome import HIGHEST_EXPECTED, LOWEST_EXPECTED, Measured
 from dstrial.dsat.rank.statistics import Sampling, SamplingLimits
 from dstrial.engine.adapters.batch_sizes import dims_of
 from dstrial.engine.deepspeed_internals.optimizers import full_numel
@@ -174,8 +174,8 @@ class StepTimer:
         metrics: dict[str, float] = {
             "throughput": records / median_s,
             "end_to_end_throughput": records / self._sampling.mean_s(),
-            LOWEST: records / most_s,
-            HIGHEST: records / least_s,
+            LOWEST_EXPECTED: records / most_s,
+            HIGHEST_EXPECTED: records / least_s,
             "latency": median_s * 1e6,
             "half_width": half_width,
             "num_steps": self._sampling.num_steps,

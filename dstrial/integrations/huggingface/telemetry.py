@@ -12,10 +12,10 @@ from deepspeed import DeepSpeedEngine
 from determined import core
 
 from dstrial.config.dotted_keys import dstrial_section
+from dstrial.local.run_directory import TELEMETRY_GROUP
 from dstrial.local.train_context import LocalTrainContext
 from dstrial.loop.non_finite import StepCounts
 from dstrial.telemetry.instruments import Instruments, TelemetryReports
-from dstrial.telemetry.samples import GROUP
 
 
 class TrainerTelemetry:
@@ -99,7 +99,7 @@ class TrainerTelemetry:
             self._reports.keep()
 
     def _record(self, step: int, metrics: dict[str, Any]) -> None:
-        self._train.report_metrics(GROUP, steps_completed=step, metrics=metrics)
+        self._train.report_metrics(TELEMETRY_GROUP, steps_completed=step, metrics=metrics)
 
     def _keep(self, totals: Mapping[str, Any]) -> None:
         if isinstance(self._train, LocalTrainContext):

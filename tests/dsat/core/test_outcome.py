@@ -6,8 +6,8 @@ import pytest
 
 from dstrial.dsat.core.candidate import BatchSplit, Candidate
 from dstrial.dsat.core.outcome import (
-    HIGHEST,
-    LOWEST,
+    HIGHEST_EXPECTED,
+    LOWEST_EXPECTED,
     Failure,
     FailureKind,
     Measured,
@@ -175,6 +175,8 @@ def test_repeats_narrow_or_widen_interval(latencies: tuple[float, ...], half_wid
 def test_repeats_have_widest_expected_range() -> None:
     bounds = ((90.0, 105.0), (95.0, 110.0))
 
-    mean = mean_of([Measured({"latency": 1.0, LOWEST: low, HIGHEST: high}) for low, high in bounds])
+    mean = mean_of(
+        [Measured({"latency": 1.0, LOWEST_EXPECTED: low, HIGHEST_EXPECTED: high}) for low, high in bounds]
+    )
 
-    assert (mean.value(LOWEST), mean.value(HIGHEST)) == (90.0, 110.0)
+    assert (mean.value(LOWEST_EXPECTED), mean.value(HIGHEST_EXPECTED)) == (90.0, 110.0)
