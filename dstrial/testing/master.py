@@ -15,7 +15,7 @@ from pathlib import Path
 from dstrial.errors import MasterError
 from dstrial.master.client import Client
 from dstrial.master.login import new_token, read_credentials
-from dstrial.master.state_directory import MasterRecord, StateDirectory, process_start_time
+from dstrial.master.state_directory import MasterRecord, StateDirectory, StateInUseError
 
 _DEADLINE_S = 120.0  # default timeout of a command
 
@@ -85,20 +85,23 @@ class MasterForTest:
         return self.record
 
     def kill(self) -> None:
-        """Kill the master with SIGKILL; wait for its exit. Its trials continue to run.
+        """Kill the master with SIGKILL; wait until its state directory is free.
+
+        Its trials continue to run.
 
         Raises:
-            MasterError: the process still exists after two minutes.
+            StateInUseError: a process still uses the directory after two minutes.
         """
-        record = self.record
         with contextlib.suppress(ProcessLookupError):
-            os.kill(record.pid, signal.SIGKILL)
+            os.kill(self.record.pid, signal.SIGKILL)
         give_up_at_s = time.monotonic() + _DEADLINE_S
-        while process_start_time(record.pid) == record.start_time:
-            if time.monotonic() > give_up_at_s:
-                raise MasterError(
-                    f"process {record.pid} is alive after SIGKILL; expected it to end. Check whether it hangs in the kernel."
-                )
+        while True:
+            try:
+                with self.state.lock():
+                    return
+            except StateInUseError:
+                if time.monotonic() > give_up_at_s:
+                    raise
             time.sleep(0.01)
 
 
