@@ -249,7 +249,7 @@ class Trainer:
             checks=TrainingChecks.from_config(runtime.exp_conf),
             reports_epochs=(reporting_period is None or reporting_period is _REPORTING_PERIOD)
             and isinstance(length, pytorch.Epoch),
-            has_telemetry=_is_switched_on(runtime.exp_conf, "telemetry") and not runtime.is_measured,
+            has_telemetry=_is_switched_on(runtime.exp_conf, "telemetry"),
         )
         if profiling_enabled and not test_mode and not runtime.is_measured:
             runtime.core.profiler.on()

@@ -25,7 +25,6 @@ from dstrial.integrations.accelerate.accelerator import (
 )
 from dstrial.integrations.accelerate.progress_tracker import ProgressTracker, RunSchedule
 from dstrial.local.run_directory import TEST_VARIABLE
-from dstrial.local.script_variables import is_measuring
 from dstrial.loggers.run_loggers import loggers_of
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.checkpoint_loader import CheckpointLoader
@@ -96,10 +95,9 @@ class TrialRun:
         )
         self._loader = CheckpointLoader(state)
         self._saver = CheckpointSaver(state, in_background=self._schedule.saves_in_background)
-        has_telemetry = dstrial_section(runtime.exp_conf).get("telemetry") is not False
         self._instruments = (
             Instruments(context.models, runtime.adapter.data_parallel_rank)
-            if has_telemetry and not is_measuring(runtime.hparams or {})
+            if dstrial_section(runtime.exp_conf).get("telemetry") is not False
             else None
         )
         self._watch = LoopWatch(self._instruments)

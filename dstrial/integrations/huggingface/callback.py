@@ -130,7 +130,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self._checkpoints = TrainerCheckpoints(core_context, self.startup.run_description(user_data))
         self._reporter = MetricReporter(core_context, facts.searcher, filter_metrics)
         self._losses = LossWatch(facts.exp_conf, is_chief=is_chief, is_off=facts.is_measuring)
-        self._telemetry = TrainerTelemetry(core_context, facts.exp_conf, is_off=facts.is_measuring)
+        self._telemetry = TrainerTelemetry(core_context, facts.exp_conf)
         self._preemption = _PreemptionHandler(core_context, facts.signals)
         self._heartbeat = heartbeat()
         self._in_training = False

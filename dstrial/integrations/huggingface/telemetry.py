@@ -22,14 +22,12 @@ class TrainerTelemetry:
     """Measures time, memory and FLOPs of rank 0 of a Trainer with DeepSpeed.
 
     Other ranks are not measured. The time between two steps, in which the Trainer also logs, counts as waiting for data.
-    Nothing is measured if ``is_off`` or if ``data.dstrial.telemetry`` is false.
+    Nothing is measured if ``data.dstrial.telemetry`` is false.
     """
 
-    def __init__(
-        self, core_context: core.Context, exp_conf: Mapping[str, Any] | None, *, is_off: bool
-    ) -> None:
+    def __init__(self, core_context: core.Context, exp_conf: Mapping[str, Any] | None) -> None:
         is_asked = dstrial_section(exp_conf).get("telemetry") is not False
-        self._is_on = is_asked and not is_off and core_context.distributed.rank == 0
+        self._is_on = is_asked and core_context.distributed.rank == 0
         self._train = core_context.train
         self._engine: DeepSpeedEngine | None = None
         self._instruments: Instruments | None = None
