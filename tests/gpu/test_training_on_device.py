@@ -133,18 +133,51 @@ def test_predicted_memory_within_15_percent_of_measured(tmp_path):
     assert all(abs(ratio - 1) <= 0.15 for ratio in ratios), dict(zip(chosen, ratios, strict=True))
 
 
-def test_search_measures_configurations_on_device(tmp_path):
+LIMITED_TRIAL = """
+import torch
+
+from dstrial.doctor.proof_trial import TextTrial
+
+
+class LimitedTrial(TextTrial):
+    def __init__(self, context):
+        if context.device.type == "cuda":  # false in a dry run
+            share = 4 * 2**30 / torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(share)
+        super().__init__(context)
+"""
+
+
+def test_search_at_memory_limit_predicts_time_and_memory(tmp_path):
+    """The user's own config, micro batch 256, is too large for 4 GiB; the search goes on."""
     (tmp_path / "definition").mkdir()
+    (tmp_path / "definition" / "limited.py").write_text(LIMITED_TRIAL)
+    config = experiment("search", TARGET, 1)
+    config["entrypoint"] = "python3 -m dstrial.launch --trial limited:LimitedTrial"
+    config["hyperparameters"] |= {"shape": memory_program.SHAPE, "num_blocks": 1024}
+    config["hyperparameters"]["deepspeed_config"]["train_micro_batch_size_per_gpu"] = 256
     path = tmp_path / "experiment.yaml"
-    path.write_text(json.dumps(experiment("search", TARGET, 1)))
+    path.write_text(json.dumps(config))
     output = tmp_path / "search"
     command = [sys.executable, "-m", "dstrial.dsat", "predict", str(path), str(path.parent / "definition")]
-    command += ["--local", "--max-trials", "5", "--fresh", "--zero-stages", "0", "1", "2", "3"]
-    command += ["--measure-seconds", "1", "--output", str(output)]
-    done = finish(command, tmp_path, 240)
+    command += ["--local", "--max-trials", "8", "--fresh", "--zero-stages", "0", "1", "2", "3"]
+    command += ["--measure-seconds", "3", "--output", str(output)]
+    done = finish(command, tmp_path, 480)
     assert done.returncode == 0, done.stdout + done.stderr
-    trials = json.loads((output / "trials.json").read_text())
-    assert sum("metrics" in trial for trial in trials) >= 4, done.stdout
+    rows = json.loads((output / "report.json").read_text())["trials"]
+    assert [row["state"] for row in rows if row["is_own"]] == ["DEVICE_OOM"], done.stdout
+    measured = [row for row in rows if row["state"] == "measured"]
+    assert len(measured) >= 4, done.stdout
+    table = [
+        [row["description"], *(row["predicted"][name] / row[name] for name in ("step_s", "memory_bytes"))]
+        for row in measured
+        if row["predicted"] and row["predicted"]["step_s"] and row["predicted"]["memory_bytes"]
+    ]
+    print(*table, sep="\n")  # predicted / measured
+    assert len(table) >= 3, rows
+    # The predictor has learned the machine's speed by its last trial; memory is known from the dry run.
+    assert 0.5 < table[-1][1] < 2, table
+    assert all(0.75 < memory < 1.25 for _, _, memory in table), table
 
 
 def test_forked_trial_losses_match_new_process(tmp_path):
