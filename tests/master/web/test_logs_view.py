@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from browsing import Browser
+from browsing import LIMIT_S, Browser
+from playwright.sync_api import Route
 from seeded import add_bare_task, add_experiment, add_lines, task_of, trials_of
 from serving import Master, serving
 
@@ -100,6 +102,25 @@ def test_scrolling_up_pauses_following_until_button(browser: Browser, seeded_mas
     browser.until(AT_END)
     log.add((0, None, "after that"))
     browser.until(f"{has('after that')} && {AT_END}")
+
+
+def test_scroll_to_top_while_new_lines_load_loads_earlier(browser: Browser, seeded_master: Master) -> None:
+    log = new_log(seeded_master, *((0, None, f"line {idx}") for idx in range(400)))
+    browser.show(f"/det/trials/{log.trial}/logs", ".line")
+    browser.until(f"{has('line 399')} && {AT_END}")
+    held: list[Route] = []
+    browser.page.route("**/page/logs?*after=*", lambda route: held.append(route), times=1)
+    log.add((0, None, "later"))
+    deadline_s = time.monotonic() + LIMIT_S
+    while not held:
+        assert time.monotonic() < deadline_s, "the page does not ask for the new line"
+        browser.page.wait_for_timeout(20)
+    browser.page.hover(".lines")
+    browser.page.mouse.wheel(0, -100_000)
+    browser.until("document.querySelector('.lines').scrollTop < 10")
+    browser.page.wait_for_timeout(200)
+    held.pop().continue_()
+    browser.until(f"{NUM_LINES} === 401")
 
 
 def test_lines_are_filtered_by_level_rank_text(browser: Browser, steps: Log) -> None:

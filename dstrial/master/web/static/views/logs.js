@@ -86,8 +86,9 @@ export function Logs({ of }) {
     } else if (feed.current?.isFollowing) {
       view.scrollTop = view.scrollHeight;
     }
-    loadNear();
   }, [part.lines, wrap]);
+  // Not in the effect above: the feed would still be busy, and ignore the call.
+  useEffect(() => loadNear(), [part.lines, wrap]);
 
   /** Load more lines if the view is near the first or last loaded line. */
   function loadNear() {
