@@ -99,8 +99,14 @@ def test_recomputation_saves_activations_and_adds_hardware_flops(ranks: Ranks) -
     assert _value(alone, "hardware_FLOPS_per_gpu") == _value(alone, "FLOPS_per_gpu")
     assert (_value(recomputed, "hardware_FLOPS_per_gpu") or 0) > (_value(recomputed, "FLOPS_per_gpu") or 0)
     assert _value(recomputed, "num_params") == _value(alone, "num_params")
-    runs = ranks.record.trial_path(1) / "runs"
-    assert [*runs.glob("*/*/telemetry.json")], "telemetry is off, but a training has it on"
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+def test_telemetry_is_on_in_measured_trial(ranks: Ranks) -> None:
+    assert isinstance(ranks.measured(), Measured)
+
+    assert [*ranks.record.trial_path(1).glob("runs/*/*/telemetry.json")]
 
 
 @pytest.mark.ranks

@@ -88,7 +88,7 @@ export function Logs({ of }) {
     }
   }, [part.lines, wrap]);
   // Not in the effect above: the feed would still be busy, and ignore the call.
-  useEffect(() => loadNear(), [part.lines, wrap]);
+  useEffect(loadNear, [part.lines, wrap]);
 
   /** Load more lines if the view is near the first or last loaded line. */
   function loadNear() {
